@@ -1,0 +1,6 @@
+"""From a whole model to an fx graph over its own submodules."""
+
+from .arguments import Arguments
+from .captured import Captured, capture
+
+__all__ = ["Arguments", "Captured", "capture"]

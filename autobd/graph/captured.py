@@ -1,0 +1,188 @@
+"""`capture(model, example) -> Captured`: a whole model as an fx graph over its own submodules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from ..errors import CaptureError, InputError
+from ..tables import quantity, shape, table
+from .arguments import Arguments
+from .merge import PLAIN, Differs, Merger
+from .recorder import Recorder, Recording
+from .state import untouched, unwrapped
+
+_ATTEMPTS = 50
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A recorded model.
+
+    Attributes:
+        model: the user's module (unwrapped from DataParallel and the like).
+        example: the arguments it was recorded with.
+        module: `fx.GraphModule` over the user's own submodules and parameters; called with the tensors of
+            `Arguments.tensors`, in order. Node `meta`: `shape` (at the example's batch size), `dims` (each size as
+            `(a, c)`: a * rows + c), `dtype`, `flops`, `parameter_bytes`, `path` (module), `exits` (modules whose
+            output it is), `mutates`, `random`.
+        outputs: the tensors that the model returns, by name ("output" for a single one, "0", "logits", ...).
+        opaque: submodules kept whole because a graph would freeze what they do, with the reason.
+        notes: what the user should know.
+        same_in_train: False if train mode adds nodes (auxiliary heads); the eval graph is then used in both modes.
+    """
+
+    model: nn.Module
+    example: Arguments
+    module: fx.GraphModule
+    outputs: dict[str, fx.Node]
+    opaque: dict[str, str]
+    notes: tuple[str, ...] = ()
+    same_in_train: bool = True
+    objects: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one forward pass at the example's batch size."""
+        return sum(n.meta["flops"] for n in self.graph.nodes)
+
+    def bind(self, graph: fx.Graph, model: nn.Module) -> fx.GraphModule:
+        """`graph` (this one or a part of it) over the submodules and parameters of `model`, a copy of `self.model`."""
+        targets: dict[str, Any] = {}
+        for node in graph.nodes:
+            if node.op == "call_module":
+                targets[node.target] = model.get_submodule(node.target)
+            elif node.op == "get_attr" and node.target == "training":
+                targets["training"] = model.training
+            elif node.op == "get_attr":
+                targets[node.target] = self.objects[node.target] if node.target in self.objects else _get(model, node.target)
+        return fx.GraphModule(targets, graph, type(self.model).__name__)
+
+    def __str__(self) -> str:
+        rows = [(n.name, n.op, n.meta["path"], shape(n.meta["shape"]) if "shape" in n.meta else "",
+                 quantity(n.meta["flops"]), quantity(n.meta["parameter_bytes"], "B")) for n in self.graph.nodes if n.op != "output"]
+        text = table(["node", "kind", "module", "shape", "FLOPs", "parameters"], rows)
+        return "\n".join([text, *(f"note: {note}" for note in self.notes)])
+
+
+def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
+    """Record `model` on fake tensors (no memory, no computation), at two batch sizes and in eval and train mode.
+
+    Arguments:
+        model: any module; it is left exactly as it was.
+        example: a tensor, a tuple of positional arguments, or a dict of keyword arguments; only shapes and dtypes
+            matter. Tensors whose first size equals the batch size scale with the batch.
+        train: False records eval mode alone (enough for a teacher).
+
+    Errors: CaptureError names the module and source line that a graph would freeze or that fails; InputError for
+    arguments without a batch or a model with uninitialised (lazy) parameters.
+    """
+    model = unwrapped(model)
+    _check(model)
+    arguments = Arguments.of(example, model)
+    rows = arguments.rows
+    if rows < 1:
+        raise InputError("The example has no rows.", given=arguments.describe(), expected="at least one row")
+    sizes = (rows, 2 * rows) if rows > 1 else (2, 4)
+    names = arguments.names(model)
+    leaves: dict[str, str] = {}
+    with torch.inference_mode(False), torch.enable_grad(), untouched(model):
+        for _ in range(_ATTEMPTS):
+            evaluation = _record_in(model, False, arguments, names, sizes, leaves)
+            training = _record_in(model, True, arguments, names, sizes, leaves) if train else None
+            merger = Merger(evaluation, training, sizes)
+            try:
+                outputs = merger.merge()
+                break
+            except Differs as difference:
+                if difference.path in ("", *leaves):
+                    raise CaptureError(
+                        f"{type(model).__name__}.forward {difference} in its own code; one graph cannot serve both.",
+                        expected="the same operations for every batch size and mode",
+                        do="move these lines into a submodule of their own: it is then kept whole") from None
+                leaves[difference.path] = str(difference)
+        else:
+            raise CaptureError(f"{type(model).__name__} did not settle after {_ATTEMPTS} recordings.",
+                               given=f"modules kept whole so far: {', '.join(leaves)}")
+    return _finished(model, arguments, merger, evaluation[0], outputs, leaves, sizes[0])
+
+
+def _record_in(model: nn.Module, training: bool, arguments: Arguments, names: list[str], sizes: tuple[int, int],
+               leaves: dict[str, str]) -> list[Recording]:
+    model.train(training)
+    recordings = []
+    for size in sizes:
+        recordings.append(Recorder(model, leaves).record(arguments.resized(size), names))
+        leaves.update(recordings[-1].opaque)
+    return recordings
+
+
+def _finished(model: nn.Module, arguments: Arguments, merger: Merger, recording: Recording, outputs: Any,
+              leaves: dict[str, str], recorded_rows: int) -> Captured:
+    graph = recording.graph
+    output_names = _named(outputs)
+    if not output_names:
+        raise CaptureError(f"{type(model).__name__} returns no tensor.", given=repr(outputs), expected="at least one tensor")
+    graph.output(outputs).meta.update(PLAIN, parameter_bytes=0)
+    modules = dict(model.named_modules())
+    rows = arguments.rows
+    for node in reversed(graph.nodes):
+        unused = not node.users and node.op not in ("placeholder", "output")
+        if unused and not node.meta["random"] and not node.meta["mutates"] and "flops" in node.meta:
+            graph.erase_node(node)
+            continue
+        if "dims" in node.meta:
+            node.meta["shape"] = tuple(a * rows + c for a, c in node.meta["dims"])
+            node.meta["dtype"] = node.meta["tensor"].dtype
+        node.meta["flops"] = node.meta["flops"] * rows // recorded_rows
+        node.meta["parameter_bytes"] = 0
+        if node.op == "call_module":
+            node.meta["parameter_bytes"] = sum(p.nbytes for p in modules[node.target].parameters())
+        elif node.op == "get_attr" and isinstance(value := _get(model, node.target), nn.Parameter):
+            node.meta["parameter_bytes"] = value.nbytes
+    notes = [f"module '{path}' is kept whole: it {reason}" for path, reason in leaves.items()]
+    if merger.train_only:
+        aux = sorted({n.meta["path"].split(".")[0] for n in merger.train_only if n.meta.get("path")})
+        notes.append(f"train mode computes more than eval mode ({', '.join(aux)}): the eval graph is used, these are not trained")
+    objects = recording.objects
+    captured = Captured(model, arguments, fx.GraphModule({}, fx.Graph()), output_names, dict(leaves), tuple(notes),
+                        not merger.train_only, objects)
+    object.__setattr__(captured, "module", captured.bind(graph, model))
+    return captured
+
+
+def _named(outputs: Any, prefix: str = "") -> dict[str, fx.Node]:
+    """The tensors of an output structure by name."""
+    if isinstance(outputs, fx.Node):
+        if outputs.op == "call_function" and not outputs.args and isinstance(outputs.target, type):
+            return _named(dict(outputs.kwargs), prefix)
+        return {prefix.rstrip(".") or "output": outputs}
+    items: Any = ()
+    if isinstance(outputs, Mapping):
+        items = outputs.items()
+    elif isinstance(outputs, (tuple, list)):
+        items = enumerate(outputs)
+    return {name: node for key, value in items for name, node in _named(value, f"{prefix}{key}.").items()}
+
+
+def _get(model: nn.Module, target: str) -> Any:
+    path, _, name = target.rpartition(".")
+    return getattr(model.get_submodule(path), name, None) if path or hasattr(model, name) else None
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError("Not a model.", given=type(model).__name__, expected="a torch.nn.Module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise InputError(f"Parameter '{name}' of {type(model).__name__} has no shape yet (a lazy module).",
+                             do="call the model once on an example before handing it over")
