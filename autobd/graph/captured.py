@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from ..errors import CaptureError, InputError
 from ..tables import quantity, shape, table
 from .arguments import Arguments
+from .gradients import with_gradient_regions
 from .merge import PLAIN, Differs, Merger
 from .recorder import Recorder, Recording
 from .state import untouched, unwrapped
@@ -27,7 +28,8 @@ class Captured:
     Attributes:
         model: the user's module (unwrapped from DataParallel and the like).
         example: the arguments it was recorded with.
-        module: `fx.GraphModule` over the user's own submodules and parameters; called with the tensors of
+        graph: the recorded operations.
+        module: `graph` as an `fx.GraphModule` over the user's own submodules and parameters; called with the tensors of
             `Arguments.tensors`, in order. Node `meta`: `shape` (at the example's batch size), `dims` (each size as
             `(a, c)`: a * rows + c), `dtype`, `flops`, `parameter_bytes`, `path` (module), `exits` (modules whose
             output it is), `mutates`, `random`.
@@ -39,16 +41,16 @@ class Captured:
 
     model: nn.Module
     example: Arguments
-    module: fx.GraphModule
+    graph: fx.Graph
     outputs: dict[str, fx.Node]
     opaque: dict[str, str]
-    notes: tuple[str, ...] = ()
-    same_in_train: bool = True
-    objects: dict[str, Any] = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...]
+    same_in_train: bool
+    objects: dict[str, Any] = field(repr=False)
+    module: fx.GraphModule = field(init=False, repr=False)
 
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "module", self.bind(self.graph, self.model))
 
     @property
     def flops(self) -> int:
@@ -57,6 +59,7 @@ class Captured:
 
     def bind(self, graph: fx.Graph, model: nn.Module) -> fx.GraphModule:
         """`graph` (this one or a part of it) over the submodules and parameters of `model`, a copy of `self.model`."""
+        graph = with_gradient_regions(graph)
         targets: dict[str, Any] = {}
         for node in graph.nodes:
             if node.op == "call_module":
@@ -153,11 +156,8 @@ def _finished(model: nn.Module, arguments: Arguments, merger: Merger, recording:
     if merger.train_only:
         aux = sorted({n.meta["path"].split(".")[0] for n in merger.train_only if n.meta.get("path")})
         notes.append(f"train mode computes more than eval mode ({', '.join(aux)}): the eval graph is used, these are not trained")
-    objects = recording.objects
-    captured = Captured(model, arguments, fx.GraphModule({}, fx.Graph()), output_names, dict(leaves), tuple(notes),
-                        not merger.train_only, objects)
-    object.__setattr__(captured, "module", captured.bind(graph, model))
-    return captured
+    return Captured(model, arguments, graph, output_names, dict(leaves), tuple(notes), not merger.train_only,
+                    recording.objects)
 
 
 def _named(outputs: Any, prefix: str = "") -> dict[str, fx.Node]:

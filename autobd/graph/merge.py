@@ -190,7 +190,7 @@ class Merger:
 
     def _size(self, slope: int, offset: int) -> fx.Node:
         call = self.graph.call_function
-        value = self._made("rows", lambda: self.graph.call_method("size", (self.batched, 0)))
+        value = self._made(("rows",), lambda: self.graph.call_method("size", (self.batched, 0)))
         if slope != 1:
             rows = value
             value = self._made((slope, 0), lambda: call(operator.mul, (rows, slope)))
@@ -200,7 +200,7 @@ class Merger:
         return value
 
     def _choice(self, training: Any, evaluation: Any) -> fx.Node:
-        flag = self._made("training", lambda: self.graph.create_node("get_attr", "training"))
+        flag = self._made(("training",), lambda: self.graph.create_node("get_attr", "training"))
         key = ("choice", _key(training), _key(evaluation))
         return self._made(key, lambda: self.graph.call_function(by_mode, (flag, training, evaluation)))
 
@@ -209,7 +209,7 @@ class Merger:
         if key not in self.made:
             with self.graph.inserting_after(self.last_made):
                 node = make()
-            node.meta.update(PLAIN)
+            node.meta.update(PLAIN, size=key[0] != "choice" and key[0] != "training")
             self.made[key] = node
             self.last_made = node
         return self.made[key]

@@ -1,0 +1,166 @@
+"""Which values of a captured graph cross a position, and what each node needs: the facts that cuts are found from.
+
+    floating    depends on inputs alone, or on parameters alone: made anew in every block that uses it
+    pinned      draws random numbers or changes the module's state: runs once, where it stands
+    activation  depends on inputs and parameters: computed once, crosses a cut if it is used later
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+from itertools import accumulate
+
+from torch import fx, nn
+
+from ..graph import Captured
+
+
+class Dataflow:
+    """Data flow of `captured` towards one of its outputs.
+
+    Arguments:
+        captured: the model.
+        output: the name of the output that is distilled.
+        trained: True for a student: parameters and state that several nodes share keep these in one block.
+    """
+
+    def __init__(self, captured: Captured, output: str, trained: bool) -> None:
+        self.captured, self.output, self.trained = captured, captured.outputs[output], trained
+        self.nodes = [n for n in captured.graph.nodes if n.op != "output"]
+        self.position = {n: i for i, n in enumerate(self.nodes)}
+        self.modules = dict(captured.model.named_modules())
+        self.needs = self._needs()
+        self._classify()
+        self.order = [n for n in self.nodes if n in self.on_path and n not in self.floating]
+        self.index = {n: i for i, n in enumerate(self.order)}
+
+    def storage(self, node: fx.Node) -> int | None:
+        info = node.meta.get("tensor")
+        return None if info is None else info.storage
+
+    def _needs(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each node what must run before it: its arguments, and the last in-place change of their storage."""
+        changed_by: dict[int, fx.Node] = {}
+        needs = {}
+        for node in self.nodes:
+            arguments = list(node.all_input_nodes)
+            effects = [changed_by[s] for a in arguments if (s := self.storage(a)) in changed_by and s is not None]
+            needs[node] = list(dict.fromkeys(arguments + effects))
+            for storage in node.meta["mutates"]:
+                changed_by[storage] = node
+        return needs
+
+    def _classify(self) -> None:
+        state = {self.storage(n) for n in self.nodes if n.op == "get_attr"} - {None}
+        inputs: set[fx.Node] = set()
+        weighted: set[fx.Node] = set()
+        pinned: set[fx.Node] = set()
+        self.floating: set[fx.Node] = set()
+        for node in self.nodes:
+            needs = self.needs[node]
+            if node.op == "placeholder" or (not node.meta.get("size") and not inputs.isdisjoint(needs)):
+                inputs.add(node)
+            if self.own_parameters(node) or not weighted.isdisjoint(needs):
+                weighted.add(node)
+            opaque = node.op == "call_module" and node.target in self.captured.opaque
+            if node.meta["random"] or opaque or not state.isdisjoint(node.meta["mutates"]) or not pinned.isdisjoint(needs):
+                pinned.add(node)
+            if node not in pinned and not (node in inputs and node in weighted):
+                self.floating.add(node)
+        self.on_path = self._ancestors([self.output])
+        for node in self.nodes:  # updates of the module's own state happen although nothing reads them
+            if not state.isdisjoint(node.meta["mutates"]) and all(n in self.floating or n in self.on_path for n in self.needs[node]):
+                self.on_path |= self._ancestors([node])
+        self.state = state
+
+    def _ancestors(self, nodes: list[fx.Node]) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += self.needs[node]
+        return found
+
+    def own_parameters(self, node: fx.Node) -> list[nn.Parameter]:
+        """The parameters that a node itself reads."""
+        if node.op == "call_module":
+            return list(self.modules[str(node.target)].parameters())
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            value = getattr(self.modules[path], name, None) if path in self.modules else None
+            return [value] if isinstance(value, nn.Parameter) else []
+        return []
+
+    def floats(self, node: fx.Node) -> set[fx.Node]:
+        """The floating nodes that must be made anew for `node`."""
+        found: set[fx.Node] = set()
+        todo = [n for n in self.needs[node] if n in self.floating]
+        while todo:
+            current = todo.pop()
+            if current not in found:
+                found.add(current)
+                todo += [n for n in self.needs[current] if n in self.floating]
+        return found
+
+    @cached_property
+    def crossing(self) -> list[set[fx.Node]]:
+        """For each position in `order`: the activations made up to it that are used after it."""
+        last_use: dict[fx.Node, int] = {}
+        for i, node in enumerate(self.order):
+            for argument in node.all_input_nodes:  # an in-place change is carried by the tensor it changed
+                if argument in self.index:
+                    last_use[argument] = i
+        last_use[self.output] = len(self.order)
+        live: set[fx.Node] = set()
+        result = []
+        for i, node in enumerate(self.order):
+            if node in last_use:
+                live.add(node)
+            live = {n for n in live if last_use[n] > i}
+            result.append(set(live))
+        return result
+
+    @cached_property
+    def forbidden(self) -> set[int]:
+        """Positions in `order` where no cut may be: shared state, and for a student shared parameters, on both sides."""
+        touched: dict[object, list[int]] = defaultdict(list)
+        calls: dict[object, int] = defaultdict(int)
+        for node in self.order:
+            calls[node.target] += 1
+        for i, node in enumerate(self.order):
+            for used in {node} | self.floats(node):
+                storage = self.storage(used)
+                if used.op == "get_attr" and storage in self.state and self._changes(storage):
+                    touched[storage].append(i)
+                if self.trained:
+                    for parameter in self.own_parameters(used):
+                        touched[id(parameter)].append(i)
+                    if used.op == "call_module" and calls[used.target] > 1:
+                        for buffer in self.modules[str(used.target)].buffers():
+                            touched[id(buffer)].append(i)
+        return {i for places in touched.values() for i in range(min(places), max(places))}
+
+    def _changes(self, storage: int | None) -> bool:
+        return any(storage in n.meta["mutates"] for n in self.nodes)
+
+    @cached_property
+    def flops_until(self) -> list[int]:
+        """FLOPs of `order` up to and including each position; floating nodes count where they are first used."""
+        counted: set[fx.Node] = set()
+        totals = []
+        for node in self.order:
+            new = ({node} | self.floats(node)) - counted
+            counted |= new
+            totals.append(sum(n.meta["flops"] for n in new))
+        return list(accumulate(totals))
+
+    @cached_property
+    def weights_until(self) -> list[int]:
+        """How many nodes up to each position use a weight with at least two dimensions."""
+        def weighs(node: fx.Node) -> bool:
+            return any(p.ndim >= 2 for used in {node} | self.floats(node) for p in self.own_parameters(used))
+
+        return list(accumulate(int(weighs(node)) for node in self.order))

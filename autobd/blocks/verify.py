@@ -1,0 +1,162 @@
+"""Prove that the blocks of a split, run in order, are the whole model: output, buffers and gradients, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import VerifyError
+from ..graph import Arguments, Captured
+from ..graph.state import same_randomness, untouched
+from ..tables import table
+
+if TYPE_CHECKING:
+    from .split import Split
+
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4}  # relative; half precision: 2e-2
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: of which model, in which mode, and the largest relative difference of outputs, buffers, gradients."""
+
+    model: str
+    mode: str
+    output: float
+    buffers: float
+    gradients: float
+
+    @property
+    def exact(self) -> bool:
+        return self.output == self.buffers == self.gradients == 0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of `Split.verify`: true (it raises otherwise); `exact` if everything is bit-identical."""
+
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        return all(c.exact for c in self.checks)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        def shown(value: float) -> str:
+            return "identical" if value == 0 else f"{value:.1e}"
+
+        rows = [(c.model, c.mode, shown(c.output), shown(c.buffers), shown(c.gradients)) for c in self.checks]
+        return "\n".join([table(["model", "mode", "output", "buffers", "gradients"], rows), *(f"note: {n}" for n in self.notes)])
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    output: Tensor
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def verify(split: Split, rows: int) -> Verification:
+    """Compare blocks and whole models on the first `rows` rows of the example. Errors: VerifyError."""
+    checks, notes = [], []
+    for whose, captured, output, blocks in (
+        ("teacher", split.teacher, split.outputs[0], [p.teacher for p in split.pairs]),
+        ("student", split.student, split.outputs[1], [p.student for p in split.pairs]),
+    ):
+        arguments = captured.example.head(rows)
+        bound = [b.bind(captured, captured.model) for b in blocks]
+        for mode in ("eval", "train") if whose == "student" else ("eval",):
+            if mode == "train" and not captured.same_in_train:
+                notes.append("student: verified in eval mode alone, train mode has auxiliary heads")
+                continue
+            with untouched(captured.model), torch.inference_mode(False), torch.enable_grad():
+                captured.model.train(mode == "train")
+                whole = _outcome(captured, lambda a=arguments, c=captured, o=output: _select(c.model(*a.args, **a.kwargs), o))
+            with untouched(captured.model), torch.inference_mode(False), torch.enable_grad():
+                captured.model.train(mode == "train")
+                set_mode(bound, mode == "train")
+                parts = _outcome(captured, lambda a=arguments, g=bound, b=blocks: run_blocks(g, b, a))
+            checks.append(_check(whose, mode, whole, parts))
+    if any(not c.exact for c in checks):
+        notes.append("not bit-identical but equal to rounding: the model picks another kernel when it is recorded")
+    return Verification(tuple(checks), tuple(notes))
+
+
+def run_blocks(bound: list[fx.GraphModule], blocks: list[Any], arguments: Arguments) -> Tensor:
+    """All blocks in order, on the model's own arguments."""
+    tensors, boundary = arguments.tensors, []
+    for module, block in zip(bound, blocks, strict=True):
+        boundary = [module(*boundary, *(tensors[i] for i in block.inputs))]
+    return boundary[0]
+
+
+def set_mode(bound: list[fx.GraphModule], training: bool) -> None:
+    """Set the blocks' own flag; the submodules belong to the model and keep what `model.train()` gave them."""
+    for module in bound:
+        module.training = training
+
+
+def _outcome(captured: Captured, run: Any) -> _Outcome:
+    model = captured.model
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # recorded code is the ordinary path of nn.TransformerEncoder
+    try:
+        with same_randomness(model):
+            torch.manual_seed(0)
+            output = run()
+            parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            gradients = torch.autograd.grad(output.float().sum(), list(parameters.values()), allow_unused=True) \
+                if output.requires_grad else ()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    return _Outcome(output.detach().clone(), {n: b.detach().clone() for n, b in model.named_buffers()},
+                    {n: g for n, g in zip(parameters, gradients, strict=False) if g is not None})
+
+
+def _check(whose: str, mode: str, whole: _Outcome, parts: _Outcome) -> Check:
+    result = {"output": _difference(whole.output, parts.output)}
+    for kind in ("buffers", "gradients"):
+        a, b = getattr(whole, kind), getattr(parts, kind)
+        if a.keys() != b.keys():
+            raise VerifyError(f"The {whose}'s blocks in {mode} mode give other {kind} than the whole model.",
+                              given=f"only on one side: {', '.join(sorted(a.keys() ^ b.keys())[:5])}", expected="the same")
+        result[kind] = max((_difference(a[n], b[n]) for n in a), default=0.0)
+    for kind, value in result.items():
+        if not value <= _ROUNDING.get(whole.output.dtype, 2e-2):
+            raise VerifyError(f"The {whose}'s blocks in {mode} mode do not reproduce the whole model.",
+                              given=f"{kind} differ by {value:.2g} (relative)", expected="no difference",
+                              do="pass cuts=[...] around the part that is not a function of its inputs, and report the model")
+    return Check(whose, mode, **result)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    if torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True)):
+        return 0.0
+    scale = a.double().abs().max().clamp(min=1e-30)
+    return float((a.double() - b.double()).abs().max() / scale)
+
+
+def _select(output: Any, name: str) -> Tensor:
+    """The tensor called `name` (see `Captured.outputs`) in what the model returned."""
+    if isinstance(output, Tensor):
+        return output
+    key, _, rest = name.partition(".")
+    if isinstance(output, Mapping):
+        value = output[key] if key in output else output[int(key)]
+    elif isinstance(output, (tuple, list)) and key.isdigit():
+        value = output[int(key)]
+    else:
+        value = getattr(output, key)
+    return _select(value, rest)
+
+
