@@ -21,7 +21,7 @@ class Cut:
         aliases: every name that `cuts=` accepts for it.
         node: the boundary's node; `position`: how far in `Dataflow.order` the block before it goes.
         shape: of one row (without the batch); `dtype`.
-        border: the boundary is the output of a module with submodules (a stage or layer).
+        border: the boundary is the output of a stage or layer (a module with submodules, in the root or a container).
         changed_later: a later in-place operation overwrites the boundary (the block after it then works on a copy).
         depth: share of the model's FLOPs before it, 0 to 1.
         weights: how many weights are used before it.
@@ -63,12 +63,14 @@ def _cut(flow: Dataflow, node: fx.Node, position: int) -> Cut:
     later = any(storage in n.meta["mutates"] for n in flow.order[position + 1:])
     return Cut(exits[-1] if exits else node.name, tuple(dict.fromkeys([*exits, node.name])), node, position,
                tuple(c for _, c in node.meta["dims"][1:]), node.meta["dtype"],
-               any(_is_stage(flow.modules[path]) for path in exits), later,
+               any(_is_stage(flow, path) for path in exits), later,
                flow.flops_until[position] / total, flow.weights_until[position])
 
 
-def _is_stage(module: nn.Module) -> bool:
-    return not is_leaf(module) and any(p.ndim >= 2 for p in module.parameters())
+def _is_stage(flow: Dataflow, path: str) -> bool:
+    module, parent = flow.modules[path], flow.modules[path.rpartition(".")[0]]
+    in_container = parent is flow.captured.model or isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+    return in_container and not is_leaf(module) and any(p.ndim >= 2 for p in module.parameters())
 
 
 def named(name: str, cuts: list[Cut], flow: Dataflow, whose: str) -> Cut:

@@ -129,12 +129,12 @@ def _found_cuts(flows: tuple[Dataflow, Dataflow], blocks: int | None) -> list[tu
         raise InputError("blocks= asks for an impossible number.", given=blocks, expected="a whole number of at least 1")
     found = [candidates(flow) for flow in flows]
     weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
-    alignment = align(*found, weights, blocks)
+    flops = flows[0].flops_until[-1], flows[1].flops_until[-1]
+    alignment = align(found[0], found[1], weights, flops, blocks)
     if alignment is not None:
         return list(alignment.cuts)
-    most = align(*found, weights, None)
-    if most is not None:
-        ceiling = max((k for k in range(2, len(found[0]) + 2) if align(*found, weights, k)), default=1)
+    if blocks is not None and align(found[0], found[1], weights, flops, None) is not None:
+        ceiling = max(k for k in range(2, len(found[0]) + 2) if align(found[0], found[1], weights, flops, k))
         raise SplitError(f"{blocks} blocks were asked for.", given=f"blocks={blocks}",
                          expected=f"at most {ceiling} for this pair", do="ask for fewer blocks, or leave blocks= out")
     raise SplitError("The two models have no common cut.",

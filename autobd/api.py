@@ -1,0 +1,122 @@
+"""`distill`: from two whole models and data to a trained student."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import Split, Verification, split
+from .blocks.split import check_pair
+from .cluster import Cluster
+from .errors import InputError
+from .graph import Arguments
+from .graph.state import same_randomness, unwrapped
+from .planner import Plan, plan
+from .program import Program, build
+from .recipe import Recipe
+from .training import Batches, History, random_batches, train
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What `distill` returns.
+
+    Attributes:
+        student: the caller's own object (taken out of a DataParallel wrapper), trained, with its own keys.
+        history: losses by step and block.
+        split, verification: the block pairs, and the proof that they are the models.
+        plan, program: who did what; `print(result.program)` shows the code that ran.
+        notes: what the user should know.
+    """
+
+    student: nn.Module
+    history: History
+    split: Split
+    verification: Verification
+    plan: Plan
+    program: Program
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n\n".join([str(self.split), str(self.plan), "\n".join([str(self.history), *(f"note: {n}" for n in self.notes)])])
+
+
+def distill(teacher: nn.Module, student: nn.Module, data: Any = None, *, devices: str | int | Sequence[str] = "auto",
+            strategy: str = "auto", recipe: Recipe | None = None, epochs: int | None = None, batch_size: int | None = None,
+            example: Any = None, inputs: Sequence[Callable[[Any], Any] | None] | None = None, blocks: int | None = None,
+            cuts: Sequence[tuple[str, str]] | None = None, seed: int = 0, progress: bool = True) -> Distilled:
+    """Train `student` block by block to reproduce `teacher`.
+
+    Both models are recorded, cut where their boundaries match, and each student block learns to give the teacher's
+    next boundary from the teacher's previous one. The teacher is used in eval mode and comes back exactly as it was;
+    the student is trained in place, on a copy that is written back at epoch ends.
+
+    Arguments:
+        teacher, student: any two modules on one device.
+        data: DataLoader, Dataset (of samples), tensor (rows are samples), or other iterable (of batches). A batch is a
+            tensor, `(inputs, targets)`, several inputs, or a dict of keyword arguments; targets are not used. None: a
+            smoke run on random inputs.
+        devices: "auto", 1 or a device name: one rank.
+        strategy: "auto", or a schedule by its name in the Pipe-BD paper (see `planner.plan`).
+        recipe: loss, optimizer, learning rate and length; `epochs` overrides the same field.
+        batch_size: rows per batch, for a dataset or tensor.
+        example: inputs to record the models with; default: the first batch.
+        inputs: `(for_teacher, for_student)`, callables from a batch to that model's arguments (None: as it is).
+        blocks, cuts: how many block pairs, or where to cut (see `split`).
+        seed: of dropout and of the order of a dataset or tensor. The caller's random state is left alone.
+        progress: show a progress bar.
+
+    Errors: an `AutobdError` that names what was given, what was expected and what to do.
+    """
+    teacher, student = unwrapped(teacher), unwrapped(student)
+    check_pair(teacher, student)
+    recipe = recipe or Recipe()
+    if epochs is not None:
+        recipe = replace(recipe, epochs=epochs)
+    to_pair = _to_pair(teacher, student, inputs, example)
+    home = next(student.parameters()).device
+    cluster = Cluster.of(devices, home)
+    with same_randomness(teacher, student), torch.inference_mode(False):
+        torch.manual_seed(seed)
+        notes = []
+        if data is None:
+            data = random_batches(teacher, example, batch_size, seed)
+            batch_size = None
+            notes.append(f"no data was given: {len(data)} random batches, a smoke run only; the student is of no use")
+            warnings.warn(notes[-1], stacklevel=2)
+        batches = Batches(data, batch_size, seed)
+        first = to_pair(batches.first() if example is None else example)
+        pair_example = tuple(a.map(lambda t: t.to(home)) for a in first)
+        found = split(teacher, student, pair_example, blocks=blocks, cuts=cuts, logits=recipe.logits,
+                      inputs=(lambda pair: pair[0], lambda pair: pair[1]))
+        for block in range(len(found)):
+            recipe.for_block(block, len(found), found.logits)
+        verification = found.verify()
+        chosen = plan(found, cluster, strategy)
+        program = build(chosen, found)
+        history = train(found, program, recipe, batches, to_pair, seed, progress)
+    return Distilled(student, history, found, verification, chosen, program, tuple(notes))
+
+
+def _to_pair(teacher: nn.Module, student: nn.Module, inputs: Sequence[Callable[[Any], Any] | None] | None,
+             example: Any) -> Callable[[Any], tuple[Arguments, Arguments]]:
+    """From a batch to both models' arguments."""
+    if inputs is not None and (not isinstance(inputs, Sequence) or len(inputs) != 2):
+        raise InputError("inputs= is not a pair.", given=repr(inputs), expected="(for_teacher, for_student), callables or None")
+    functions = inputs or (None, None)
+    positional = len(example) if isinstance(example, (tuple, list)) and inputs is None else None
+
+    def arguments(batch: Any, model: nn.Module, function: Callable[[Any], Any] | None) -> Arguments:
+        if function is not None:
+            return Arguments.of(function(batch), model)
+        return Arguments.from_batch(batch, model, positional)
+
+    def to_pair(batch: Any) -> tuple[Arguments, Arguments]:
+        return arguments(batch, teacher, functions[0]), arguments(batch, student, functions[1])
+
+    return to_pair

@@ -1,0 +1,122 @@
+"""Batches from whatever the user has: a loader, a dataset, a tensor, any iterable of batches, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from ..errors import InputError
+from ..graph import Arguments
+
+_DEFAULT_BATCH, _SMOKE_BATCH, _SMOKE_STEPS = 32, 8, 10
+
+ToArguments = Callable[[Any], Arguments]
+
+
+class Batches:
+    """Batches for several epochs; the first one can be looked at before training starts.
+
+    Arguments:
+        data: DataLoader, Dataset (of samples), tensor (rows are samples) or other iterable (of batches).
+        batch_size: for a dataset or tensor; default 32.
+        seed: of the order in which a dataset or tensor is shuffled.
+
+    Errors: InputError for data of another kind, without batches, or with a `batch_size` that has no meaning.
+    """
+
+    def __init__(self, data: Any, batch_size: int | None, seed: int) -> None:
+        if isinstance(data, Tensor):
+            data = TensorDataset(data)
+        if isinstance(data, Dataset):
+            generator = torch.Generator().manual_seed(seed)
+            ordered = isinstance(data, IterableDataset)
+            if isinstance(data, Sized) and not len(data):
+                raise InputError("The dataset is empty.", given="0 samples", expected="at least one")
+            data = DataLoader(data, batch_size or _DEFAULT_BATCH, shuffle=None if ordered else True,
+                              generator=None if ordered else generator)
+        elif batch_size is not None:
+            raise InputError("batch_size= is for a dataset or a tensor; this data comes in batches already.",
+                             given=f"{type(data).__name__}, batch_size={batch_size}", do="leave batch_size= out")
+        if not isinstance(data, Iterable) or isinstance(data, (str, bytes, dict)):
+            raise InputError("Nothing to iterate over.", given=type(data).__name__,
+                             expected="a DataLoader, Dataset, tensor or iterable of batches")
+        self.data = data
+        self.one_shot = iter(data) is data
+        self._started: Iterator[Any] | None = None
+
+    @property
+    def length(self) -> int | None:
+        """Batches per epoch, where the data says so."""
+        try:
+            return len(self.data)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def first(self) -> Any:
+        """The first batch; the first epoch starts with it."""
+        iterator = iter(self.data)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            raise InputError("The data has no batch.", given=type(self.data).__name__, expected="at least one batch") from None
+        self._started = _chain(batch, iterator)
+        return batch
+
+    def epoch(self, number: int) -> Iterator[Any]:
+        """The batches of one epoch. Errors: InputError if an iterator is already used up."""
+        if self._started is not None:
+            started, self._started = self._started, None
+            yield from started
+            return
+        batches = 0
+        for batch in self.data:
+            batches += 1
+            yield batch
+        if not batches:
+            raise InputError(f"The data has no batch in epoch {number}.", given="an iterator that can be read once" if self.one_shot
+                             else type(self.data).__name__, expected="data that can be read once per epoch",
+                             do="pass a DataLoader, Dataset or list, or epochs=1")
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def random_batches(model: nn.Module, example: Any, batch_size: int | None, seed: int) -> list[Arguments]:
+    """Random inputs for a smoke run, shaped like `example` or as the model's own configuration declares.
+
+    Errors: InputError if neither says what the model takes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if example is None:
+        size = declared_input(model)
+        if size is None:
+            raise InputError(f"{type(model).__name__} does not say what inputs it takes.", given="no data and no example",
+                             expected="data, or example= (a tensor, tuple or dict)")
+        example = torch.empty(batch_size or _SMOKE_BATCH, *size)
+    arguments = Arguments.of(example, model)
+
+    def random(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return tensor[torch.randperm(len(tensor), generator=generator)] if tensor.ndim else tensor
+
+    return [arguments.map(random) for _ in range(_SMOKE_STEPS)]
+
+
+def declared_input(model: nn.Module) -> tuple[int, ...] | None:
+    """Channels, height and width that a timm or torchvision model is made for; None if it does not say."""
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    if isinstance(config, dict) and "input_size" in config:
+        return tuple(config["input_size"])
+    module = type(model).__module__.split(".")
+    if module[:2] == ["torchvision", "models"] and len(module) == 3:
+        default = 299 if type(model).__name__ == "Inception3" else 224
+        size = getattr(model, "image_size", default)
+        return (3, size, size) if isinstance(size, int) else None
+    return None
