@@ -1,0 +1,113 @@
+"""The command line: `autobd inspect`, `autobd distill`, `autobd demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import __version__
+from .api import distill
+from .blocks import split
+from .errors import AutobdError, InputError
+from .recipe import Recipe
+from .specs import FORMS, load, load_model
+from .training import declared_input
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (1 after an error, 130 after Ctrl-C)."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except AutobdError as error:
+        print(f"autobd: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("autobd: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autobd", description="Automatic blockwise distillation of any two PyTorch models.")
+    parser.add_argument("--version", action="version", version=f"autobd {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    inspect = commands.add_parser("inspect", help="show how a pair of models is split into blocks")
+    inspect.set_defaults(command=_inspect)
+    train = commands.add_parser("distill", help="train a student block by block")
+    train.set_defaults(command=_distill)
+    for command in (inspect, train):
+        command.add_argument("teacher", metavar="TEACHER", help=FORMS)
+        command.add_argument("student", metavar="STUDENT")
+        command.add_argument("--input", metavar="CxHxW", help="size of one input, for example 3x224x224 (default: the model's own)")
+        command.add_argument("--batch-size", type=int, help="rows per batch")
+        command.add_argument("--blocks", type=int, help="how many blocks (default: as many as stay balanced)")
+        command.add_argument("--cut", action="append", metavar="TEACHER_MODULE=STUDENT_MODULE", help="cut after these (repeat)")
+    inspect.add_argument("--verify", action="store_true", help="also prove that the blocks are the models")
+    train.add_argument("--data", metavar="SPEC", help="package.module:callable or file.py:callable that returns a loader or dataset")
+    train.add_argument("--epochs", type=int)
+    train.add_argument("--steps", type=int)
+    train.add_argument("--lr", type=float, default=1e-3)
+    train.add_argument("--strategy", default="auto")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--output", metavar="FILE", help="write the student's state_dict here")
+    train.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    demo = commands.add_parser("demo", help="a newcomer's run: distil a small network on handwritten digits")
+    demo.set_defaults(command=_demo)
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--quiet", action="store_true", help="no progress bars")
+    return parser
+
+
+def _cuts(options: argparse.Namespace) -> list[tuple[str, str]] | None:
+    if options.cut is None:
+        return None
+    pairs = [tuple(cut.split("=")) for cut in options.cut]
+    if any(len(pair) != 2 for pair in pairs):
+        raise InputError("--cut is not a pair.", given=options.cut, expected="TEACHER_MODULE=STUDENT_MODULE")
+    return pairs  # type: ignore[return-value]
+
+
+def _example(options: argparse.Namespace, model: Any, rows: int) -> torch.Tensor | None:
+    size: Any = declared_input(model)
+    if options.input is not None:
+        if not all(part.isdigit() for part in options.input.split("x")):
+            raise InputError("--input is not a size.", given=options.input, expected="numbers with x between, such as 3x224x224")
+        size = [int(part) for part in options.input.split("x")]
+    return None if size is None else torch.empty(options.batch_size or rows, *size)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    teacher, student = load_model(options.teacher), load_model(options.student)
+    example = _example(options, teacher, 8)
+    if example is None:
+        raise InputError(f"{options.teacher} does not say what inputs it takes.", expected="--input CxHxW")
+    found = split(teacher, student, example, blocks=options.blocks, cuts=_cuts(options))
+    print(found)
+    if options.verify:
+        print(f"\n{found.verify()}")
+
+
+def _distill(options: argparse.Namespace) -> None:
+    teacher, student = load_model(options.teacher), load_model(options.student)
+    data = load(options.data) if options.data else None
+    recipe = Recipe(lr=options.lr, epochs=1 if options.epochs is None else options.epochs, steps=options.steps)
+    result = distill(teacher, student, data, recipe=recipe, batch_size=options.batch_size, strategy=options.strategy,
+                     example=_example(options, teacher, 8) if data is None else None, blocks=options.blocks, cuts=_cuts(options),
+                     seed=options.seed, progress=not options.quiet)
+    print(result)
+    if options.output:
+        torch.save(result.student.state_dict(), options.output)
+        print(f"\nstudent written to {options.output}")
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from .demo import run
+
+    run(seed=options.seed, progress=not options.quiet)

@@ -1,0 +1,150 @@
+"""A newcomer's run, on real data: a small student learns handwritten digits from a teacher, block by block."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+from .api import distill
+from .blocks import split
+from .errors import InputError
+from .recipe import KL, Recipe
+from .tables import quantity, table
+
+TEACHER_EPOCHS, BLOCKWISE_EPOCHS, FINISH_EPOCHS, BATCH = 20, 20, 4, 32
+TEMPERATURE = 4.0
+
+
+class Residual(nn.Module):
+    """The teacher's stage: two full convolutions around a shortcut."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.shortcut = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 or channels != out else nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + self.shortcut(x))
+
+
+class Separable(nn.Module):
+    """The student's stage: one depthwise-separable convolution."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False)
+        self.pointwise = nn.Conv2d(channels, out, 1, bias=False)
+        self.bn = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.pointwise(self.depthwise(x))))
+
+
+def network(stage: type[nn.Module]) -> nn.Sequential:
+    """Five stages and a classifier over 1 x 8 x 8 images; the boundaries do not depend on the kind of stage."""
+    sizes = [(1, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 64, 1)]
+    return nn.Sequential(*(stage(*s) for s in sizes), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)))
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Test accuracies of the run (0 to 1), student passes over the data, and seconds in all."""
+
+    accuracy: dict[str, float]
+    passes: dict[str, int]
+    seconds: float
+
+
+def run(seed: int = 0, progress: bool = True) -> Demo:
+    """Train the teacher, distil, finish end to end, train the same student from scratch, and print what came out."""
+    started = time.perf_counter()
+    train_set, test_set = digits(seed)
+    loader = DataLoader(train_set, BATCH, shuffle=True, generator=torch.Generator().manual_seed(seed))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        teacher, student = network(Residual), network(Separable)
+        scratch = copy.deepcopy(student)
+        print(f"digits: {len(train_set)} training and {len(test_set)} test images, 1 x 8 x 8\n")
+        print(split(teacher, student, torch.zeros(BATCH, 1, 8, 8), logits=True), "\n")
+        fit(teacher, loader, TEACHER_EPOCHS, "teacher", progress)
+        accuracy = {"teacher": score(teacher, test_set), "student, untrained": score(student, test_set)}
+        result = distill(teacher, student, loader, recipe=Recipe(lr=decay, epochs=BLOCKWISE_EPOCHS, logits=True),
+                         seed=seed, progress=progress)
+        accuracy["student, assembled"] = score(student, test_set)
+        fit(student, loader, FINISH_EPOCHS, "finish", progress, teacher)
+        accuracy["student, finished end to end"] = score(student, test_set)
+        fit(scratch, loader, BLOCKWISE_EPOCHS + FINISH_EPOCHS, "scratch", progress)
+        accuracy["same student from scratch"] = score(scratch, test_set)
+    passes = dict(zip(accuracy, (0, 0, BLOCKWISE_EPOCHS, BLOCKWISE_EPOCHS + FINISH_EPOCHS, BLOCKWISE_EPOCHS + FINISH_EPOCHS), strict=True))
+    demo = Demo(accuracy, passes, time.perf_counter() - started)
+    print(f"{result.history}\n")
+    models = (teacher, student, student, student, scratch)
+    print(table(["model", "parameters", "student passes", "test accuracy"],
+                [(name, quantity(sum(p.numel() for p in m.parameters())), passes[name] or "-", f"{100 * value:.1f} %")
+                 for (name, value), m in zip(accuracy.items(), models, strict=True)]))
+    print(f"\n{demo.seconds:.0f} s in all, seed {seed}")
+    return demo
+
+
+def decay(block: int, progress: float) -> float:
+    """The learning rate of every block: from 3e-3 down to 3e-4, linearly."""
+    return 3e-3 * (1 - 0.9 * progress)
+
+
+def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """scikit-learn's handwritten digits, standardised: four fifths to train, one fifth to test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise InputError("The demo's data comes with scikit-learn, which is not installed.", do="pip install 'autobd[demo]'") from None
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(data.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    images = (images - images.mean()) / images.std()
+    cut = len(order) * 4 // 5
+    train, test = order[:cut], order[cut:]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def fit(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int, name: str, progress: bool,
+        teacher: nn.Module | None = None) -> None:
+    """Train end to end: on labels, or on a teacher's logits and labels alike."""
+    steps = epochs * len(loader)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3 if teacher is None else 1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+    model.train()
+    with tqdm(total=steps, desc=name, unit="step", disable=not progress, dynamic_ncols=True) as bar:
+        for _ in range(epochs):
+            for images, labels in loader:
+                logits = model(images)
+                loss = functional.cross_entropy(logits, labels)
+                if teacher is not None:
+                    with torch.no_grad():
+                        targets = teacher.eval()(images)
+                    loss = loss + KL(TEMPERATURE)(logits, targets).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                bar.update()
+
+
+def score(model: nn.Module, dataset: TensorDataset) -> float:
+    """Accuracy in eval mode."""
+    images, labels = dataset.tensors
+    with torch.no_grad():
+        return float((model.eval()(images).argmax(1) == labels).float().mean())

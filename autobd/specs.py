@@ -1,0 +1,109 @@
+"""Models named on the command line: `timm:NAME`, `torchvision:NAME`, `package.module:callable`, `path/file.py:callable`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from .errors import InputError, SpecError, nearest
+
+FORMS = "timm:NAME, torchvision:NAME, package.module:callable or path/file.py:callable, then key=value,... after a comma"
+
+
+def load_model(spec: str) -> nn.Module:
+    """The model that `spec` names, for example `timm:vit_tiny_patch16_224,depth=6`.
+
+    Values are Python literals, or text where they are not. Errors: SpecError with the nearest matches.
+    """
+    model = load(spec)
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"'{spec}' does not make a model.", given=type(model).__name__, expected="a torch.nn.Module")
+    return model
+
+
+def load(spec: str) -> Any:
+    """What the callable that `spec` names returns, called with the spec's arguments. Errors: SpecError."""
+    source, colon, rest = spec.partition(":")
+    name, *pairs = rest.split(",")
+    if not colon or not source or not name:
+        raise SpecError("Not a model spec.", given=repr(spec), expected=FORMS)
+    kwargs = dict(_argument(pair, spec) for pair in pairs)
+    if source == "timm":
+        return _timm(name, kwargs)
+    if source == "torchvision":
+        return _torchvision(name, kwargs)
+    function = _attribute(_module(source), name, spec)
+    if not callable(function):
+        raise SpecError(f"'{name}' in {source} cannot be called.", given=type(function).__name__, expected="a class or function")
+    return _call(function, kwargs, spec)
+
+
+def _argument(pair: str, spec: str) -> tuple[str, Any]:
+    key, equals, value = pair.partition("=")
+    if not equals or not key.isidentifier():
+        raise SpecError("An argument of the spec is not key=value.", given=f"'{pair}' in '{spec}'", expected=FORMS)
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def _timm(name: str, kwargs: dict[str, Any]) -> Any:
+    import timm
+
+    if not timm.is_model(name.split(".")[0]):
+        raise SpecError(f"timm has no model '{name}'.", expected=f"perhaps {nearest(name, timm.list_models())}")
+    return _call(timm.create_model, {"model_name": name, **kwargs}, f"timm:{name}")
+
+
+def _torchvision(name: str, kwargs: dict[str, Any]) -> Any:
+    from torchvision import models
+
+    if name not in models.list_models():
+        raise SpecError(f"torchvision has no model '{name}'.", expected=f"perhaps {nearest(name, models.list_models())}")
+    if name in ("googlenet", "inception_v3"):
+        kwargs = {"init_weights": True, **kwargs}
+    return _call(models.get_model, {"name": name, **kwargs}, f"torchvision:{name}")
+
+
+def _module(source: str) -> ModuleType:
+    if source.endswith(".py"):
+        path = Path(source)
+        if not path.is_file():
+            close = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else "none"
+            raise SpecError(f"There is no file {source}.", expected=f"perhaps {close}")
+        found = importlib.util.spec_from_file_location(path.stem, path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[path.stem] = module
+        found.loader.exec_module(module)
+        return module
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        raise SpecError(f"There is no module '{source}'.", given=str(error), expected=FORMS) from None
+
+
+def _attribute(module: ModuleType, name: str, spec: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise SpecError(f"'{spec}' names nothing.", expected=f"perhaps {nearest(part, [n for n in dir(value) if n[0] != '_'])}")
+        value = getattr(value, part)
+    return value
+
+
+def _call(function: Any, kwargs: dict[str, Any], spec: str) -> Any:
+    try:
+        return function(**kwargs)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(function).parameters) if callable(function) else ""
+        raise InputError(f"'{spec}' cannot be called with these arguments: {error}", given=kwargs, expected=f"among: {known}") from error
