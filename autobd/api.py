@@ -43,13 +43,28 @@ class Distilled:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n\n".join([str(self.split), str(self.plan), "\n".join([str(self.history), *(f"note: {n}" for n in self.notes)])])
+        return "\n\n".join(
+            [str(self.split), str(self.plan), "\n".join([str(self.history), *(f"note: {n}" for n in self.notes)])]
+        )
 
 
-def distill(teacher: nn.Module, student: nn.Module, data: Any = None, *, devices: str | int | Sequence[str] = "auto",
-            strategy: str = "auto", recipe: Recipe | None = None, epochs: int | None = None, batch_size: int | None = None,
-            example: Any = None, inputs: Sequence[Callable[[Any], Any] | None] | None = None, blocks: int | None = None,
-            cuts: Sequence[tuple[str, str]] | None = None, seed: int = 0, progress: bool = True) -> Distilled:
+def distill(
+    teacher: nn.Module,
+    student: nn.Module,
+    data: Any = None,
+    *,
+    devices: str | int | Sequence[str] = "auto",
+    strategy: str = "auto",
+    recipe: Recipe | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    example: Any = None,
+    inputs: Sequence[Callable[[Any], Any] | None] | None = None,
+    blocks: int | None = None,
+    cuts: Sequence[tuple[str, str]] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Distilled:
     """Train `student` block by block to reproduce `teacher`.
 
     Both models are recorded, cut where their boundaries match, and each student block learns to give the teacher's
@@ -92,8 +107,15 @@ def distill(teacher: nn.Module, student: nn.Module, data: Any = None, *, devices
         batches = Batches(data, batch_size, seed)
         first = to_pair(batches.first() if example is None else example)
         pair_example = tuple(a.map(lambda t: t.to(home)) for a in first)
-        found = split(teacher, student, pair_example, blocks=blocks, cuts=cuts, logits=recipe.logits,
-                      inputs=(lambda pair: pair[0], lambda pair: pair[1]))
+        found = split(
+            teacher,
+            student,
+            pair_example,
+            blocks=blocks,
+            cuts=cuts,
+            logits=recipe.logits,
+            inputs=(lambda pair: pair[0], lambda pair: pair[1]),
+        )
         for block in range(len(found)):
             recipe.for_block(block, len(found), found.logits)
         verification = found.verify()
@@ -103,11 +125,14 @@ def distill(teacher: nn.Module, student: nn.Module, data: Any = None, *, devices
     return Distilled(student, history, found, verification, chosen, program, tuple(notes))
 
 
-def _to_pair(teacher: nn.Module, student: nn.Module, inputs: Sequence[Callable[[Any], Any] | None] | None,
-             example: Any) -> Callable[[Any], tuple[Arguments, Arguments]]:
+def _to_pair(
+    teacher: nn.Module, student: nn.Module, inputs: Sequence[Callable[[Any], Any] | None] | None, example: Any
+) -> Callable[[Any], tuple[Arguments, Arguments]]:
     """From a batch to both models' arguments."""
     if inputs is not None and (not isinstance(inputs, Sequence) or len(inputs) != 2):
-        raise InputError("inputs= is not a pair.", given=repr(inputs), expected="(for_teacher, for_student), callables or None")
+        raise InputError(
+            "inputs= is not a pair.", given=repr(inputs), expected="(for_teacher, for_student), callables or None"
+        )
     functions = inputs or (None, None)
     positional = len(example) if isinstance(example, (tuple, list)) and inputs is None else None
 

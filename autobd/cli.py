@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autobd", description="Automatic blockwise distillation of any two PyTorch models.")
+    parser = argparse.ArgumentParser(
+        prog="autobd", description="Automatic blockwise distillation of any two PyTorch models."
+    )
     parser.add_argument("--version", action="version", version=f"autobd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -44,12 +46,18 @@ def _parser() -> argparse.ArgumentParser:
     for command in (inspect, train):
         command.add_argument("teacher", metavar="TEACHER", help=FORMS)
         command.add_argument("student", metavar="STUDENT")
-        command.add_argument("--input", metavar="CxHxW", help="size of one input, for example 3x224x224 (default: the model's own)")
+        command.add_argument(
+            "--input", metavar="CxHxW", help="size of one input, for example 3x224x224 (default: the model's own)"
+        )
         command.add_argument("--batch-size", type=int, help="rows per batch")
         command.add_argument("--blocks", type=int, help="how many blocks (default: as many as stay balanced)")
-        command.add_argument("--cut", action="append", metavar="TEACHER_MODULE=STUDENT_MODULE", help="cut after these (repeat)")
+        command.add_argument(
+            "--cut", action="append", metavar="TEACHER_MODULE=STUDENT_MODULE", help="cut after these (repeat)"
+        )
     inspect.add_argument("--verify", action="store_true", help="also prove that the blocks are the models")
-    train.add_argument("--data", metavar="SPEC", help="package.module:callable or file.py:callable that returns a loader or dataset")
+    train.add_argument(
+        "--data", metavar="SPEC", help="package.module:callable or file.py:callable that returns a loader or dataset"
+    )
     train.add_argument("--epochs", type=int)
     train.add_argument("--steps", type=int)
     train.add_argument("--lr", type=float, default=1e-3)
@@ -68,17 +76,18 @@ def _parser() -> argparse.ArgumentParser:
 def _cuts(options: argparse.Namespace) -> list[tuple[str, str]] | None:
     if options.cut is None:
         return None
-    pairs = [tuple(cut.split("=")) for cut in options.cut]
-    if any(len(pair) != 2 for pair in pairs):
+    if any(cut.count("=") != 1 for cut in options.cut):
         raise InputError("--cut is not a pair.", given=options.cut, expected="TEACHER_MODULE=STUDENT_MODULE")
-    return pairs  # type: ignore[return-value]
+    return [(teacher, student) for teacher, student in (cut.split("=") for cut in options.cut)]
 
 
 def _example(options: argparse.Namespace, model: Any, rows: int) -> torch.Tensor | None:
     size: Any = declared_input(model)
     if options.input is not None:
         if not all(part.isdigit() for part in options.input.split("x")):
-            raise InputError("--input is not a size.", given=options.input, expected="numbers with x between, such as 3x224x224")
+            raise InputError(
+                "--input is not a size.", given=options.input, expected="numbers with x between, such as 3x224x224"
+            )
         size = [int(part) for part in options.input.split("x")]
     return None if size is None else torch.empty(options.batch_size or rows, *size)
 
@@ -98,9 +107,19 @@ def _distill(options: argparse.Namespace) -> None:
     teacher, student = load_model(options.teacher), load_model(options.student)
     data = load(options.data) if options.data else None
     recipe = Recipe(lr=options.lr, epochs=1 if options.epochs is None else options.epochs, steps=options.steps)
-    result = distill(teacher, student, data, recipe=recipe, batch_size=options.batch_size, strategy=options.strategy,
-                     example=_example(options, teacher, 8) if data is None else None, blocks=options.blocks, cuts=_cuts(options),
-                     seed=options.seed, progress=not options.quiet)
+    result = distill(
+        teacher,
+        student,
+        data,
+        recipe=recipe,
+        batch_size=options.batch_size,
+        strategy=options.strategy,
+        example=_example(options, teacher, 8) if data is None else None,
+        blocks=options.blocks,
+        cuts=_cuts(options),
+        seed=options.seed,
+        progress=not options.quiet,
+    )
     print(result)
     if options.output:
         torch.save(result.student.state_dict(), options.output)

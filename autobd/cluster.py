@@ -26,12 +26,20 @@ class Cluster:
             return cls((str(home),))
         names = (devices,) if isinstance(devices, str) else devices
         if isinstance(names, int) or not isinstance(names, (tuple, list)) or len(names) != 1:
-            raise InputError("This version runs on one rank.", given=f"devices={devices!r}", expected='"auto", 1 or one device name')
+            raise InputError(
+                "This version runs on one rank.", given=f"devices={devices!r}", expected='"auto", 1 or one device name'
+            )
         try:
             device = torch.device(names[0])
         except (RuntimeError, TypeError):
-            raise InputError("No such device.", given=f"devices={devices!r}", expected='a name such as "cpu" or "cuda:0"') from None
+            raise InputError(
+                "No such device.", given=f"devices={devices!r}", expected='a name such as "cpu" or "cuda:0"'
+            ) from None
         if device.type != home.type or (device.index or 0) != (home.index or 0):
-            raise InputError("The models are on another device.", given=f"devices={devices!r}, models on {home}",
-                             expected="the device that both models are on", do=f"move both with .to('{device}') first")
+            raise InputError(
+                "The models are on another device.",
+                given=f"devices={devices!r}, models on {home}",
+                expected="the device that both models are on",
+                do=f"move both with .to('{device}') first",
+            )
         return cls((str(device),))

@@ -49,8 +49,10 @@ def separable_convolution(channels: int, out: int, stride: int) -> nn.Module:
     """3 x 3 in each channel, then 1 x 1 over channels: an eighth of the weights (a full one over a grey image)."""
     if channels == 1:
         return full_convolution(channels, out, stride)
-    return nn.Sequential(nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False),
-                         nn.Conv2d(channels, out, 1, bias=False))
+    return nn.Sequential(
+        nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False),
+        nn.Conv2d(channels, out, 1, bias=False),
+    )
 
 
 def network(separable: bool) -> nn.Sequential:
@@ -82,20 +84,33 @@ def run(seed: int = 0, progress: bool = True) -> Demo:
         print(split(teacher, student, torch.zeros(BATCH, 1, 8, 8), logits=True), "\n")
         fit(teacher, loader, TEACHER_EPOCHS, "teacher", progress)
         accuracy = {"teacher": score(teacher, test_set), "student, untrained": score(student, test_set)}
-        result = distill(teacher, student, loader, recipe=Recipe(lr=decay, epochs=BLOCKWISE_EPOCHS, logits=True),
-                         seed=seed, progress=progress)
+        result = distill(
+            teacher,
+            student,
+            loader,
+            recipe=Recipe(lr=decay, epochs=BLOCKWISE_EPOCHS, logits=True),
+            seed=seed,
+            progress=progress,
+        )
         accuracy["student, assembled"] = score(student, test_set)
         fit(student, loader, FINISH_EPOCHS, "finish", progress, teacher)
         accuracy["student, finished end to end"] = score(student, test_set)
         fit(scratch, loader, BLOCKWISE_EPOCHS + FINISH_EPOCHS, "scratch", progress)
         accuracy["same student from scratch"] = score(scratch, test_set)
-    passes = dict(zip(accuracy, (0, 0, BLOCKWISE_EPOCHS, BLOCKWISE_EPOCHS + FINISH_EPOCHS, BLOCKWISE_EPOCHS + FINISH_EPOCHS), strict=True))
+    every = BLOCKWISE_EPOCHS + FINISH_EPOCHS
+    passes = dict(zip(accuracy, (0, 0, BLOCKWISE_EPOCHS, every, every), strict=True))
     demo = Demo(accuracy, passes, time.perf_counter() - started)
     print(f"{result.history}\n")
     models = (teacher, student, student, student, scratch)
-    print(table(["model", "parameters", "student passes", "test accuracy"],
-                [(name, quantity(sum(p.numel() for p in m.parameters())), passes[name] or "-", f"{100 * value:.1f} %")
-                 for (name, value), m in zip(accuracy.items(), models, strict=True)]))
+    print(
+        table(
+            ["model", "parameters", "student passes", "test accuracy"],
+            [
+                (name, quantity(sum(p.numel() for p in m.parameters())), passes[name] or "-", f"{100 * value:.1f} %")
+                for (name, value), m in zip(accuracy.items(), models, strict=True)
+            ],
+        )
+    )
     print(f"\n{demo.seconds:.0f} s in all, seed {seed}")
     return demo
 
@@ -110,7 +125,9 @@ def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError("The demo's data comes with scikit-learn, which is not installed.", do="pip install 'autobd[demo]'") from None
+        raise InputError(
+            "The demo's data comes with scikit-learn, which is not installed.", do="pip install 'autobd[demo]'"
+        ) from None
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(data.target)
@@ -121,8 +138,14 @@ def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
-def fit(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int, name: str, progress: bool,
-        teacher: nn.Module | None = None) -> None:
+def fit(
+    model: nn.Module,
+    loader: DataLoader[tuple[Tensor, ...]],
+    epochs: int,
+    name: str,
+    progress: bool,
+    teacher: nn.Module | None = None,
+) -> None:
     """Train end to end: on labels, or on a teacher's logits and labels alike."""
     steps = epochs * len(loader)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3 if teacher is None else 1e-3)
@@ -138,7 +161,7 @@ def fit(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int, n
                         targets = teacher.eval()(images)
                     loss = loss + KL(TEMPERATURE)(logits, targets).mean()
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
                 bar.update()

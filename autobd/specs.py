@@ -15,7 +15,9 @@ from torch import nn
 
 from .errors import InputError, SpecError, nearest
 
-FORMS = "timm:NAME, torchvision:NAME, package.module:callable or path/file.py:callable, then key=value,... after a comma"
+FORMS = (
+    "timm:NAME, torchvision:NAME, package.module:callable or path/file.py:callable, then key=value,... after a comma"
+)
 
 
 def load_model(spec: str) -> nn.Module:
@@ -42,7 +44,9 @@ def load(spec: str) -> Any:
         return _torchvision(name, kwargs)
     function = _attribute(_module(source), name, spec)
     if not callable(function):
-        raise SpecError(f"'{name}' in {source} cannot be called.", given=type(function).__name__, expected="a class or function")
+        raise SpecError(
+            f"'{name}' in {source} cannot be called.", given=type(function).__name__, expected="a class or function"
+        )
     return _call(function, kwargs, spec)
 
 
@@ -68,7 +72,9 @@ def _torchvision(name: str, kwargs: dict[str, Any]) -> Any:
     from torchvision import models
 
     if name not in models.list_models():
-        raise SpecError(f"torchvision has no model '{name}'.", expected=f"perhaps {nearest(name, models.list_models())}")
+        raise SpecError(
+            f"torchvision has no model '{name}'.", expected=f"perhaps {nearest(name, models.list_models())}"
+        )
     if name in ("googlenet", "inception_v3"):
         kwargs = {"init_weights": True, **kwargs}
     return _call(models.get_model, {"name": name, **kwargs}, f"torchvision:{name}")
@@ -81,7 +87,8 @@ def _module(source: str) -> ModuleType:
             close = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else "none"
             raise SpecError(f"There is no file {source}.", expected=f"perhaps {close}")
         found = importlib.util.spec_from_file_location(path.stem, path)
-        assert found is not None and found.loader is not None
+        assert found is not None
+        assert found.loader is not None
         module = importlib.util.module_from_spec(found)
         sys.modules[path.stem] = module
         found.loader.exec_module(module)
@@ -96,7 +103,8 @@ def _attribute(module: ModuleType, name: str, spec: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            raise SpecError(f"'{spec}' names nothing.", expected=f"perhaps {nearest(part, [n for n in dir(value) if n[0] != '_'])}")
+            public = [n for n in dir(value) if not n.startswith("_")]
+            raise SpecError(f"'{spec}' names nothing.", expected=f"perhaps {nearest(part, public)}")
         value = getattr(value, part)
     return value
 
@@ -106,4 +114,6 @@ def _call(function: Any, kwargs: dict[str, Any], spec: str) -> Any:
         return function(**kwargs)
     except TypeError as error:
         known = ", ".join(inspect.signature(function).parameters) if callable(function) else ""
-        raise InputError(f"'{spec}' cannot be called with these arguments: {error}", given=kwargs, expected=f"among: {known}") from error
+        raise InputError(
+            f"'{spec}' cannot be called with these arguments: {error}", given=kwargs, expected=f"among: {known}"
+        ) from error

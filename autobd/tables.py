@@ -10,8 +10,13 @@ from tabulate import tabulate
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A text table; numbers are aligned to the right and nothing is reinterpreted."""
     numeric = ["right" if rows and all(_is_quantity(row[i]) for row in rows) else "left" for i in range(len(headers))]
-    return tabulate([[str(cell) for cell in row] for row in rows], headers, "simple", colalign=numeric if rows else None,
-                    disable_numparse=True)
+    return tabulate(
+        [[str(cell) for cell in row] for row in rows],
+        headers,
+        "simple",
+        colalign=numeric if rows else None,
+        disable_numparse=True,
+    )
 
 
 def _is_quantity(cell: object) -> bool:

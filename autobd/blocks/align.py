@@ -1,13 +1,14 @@
 """Choose which cuts of the teacher go with which cuts of the student: dynamic programming over pairs of cuts.
 
-    teacher cuts   t1   t2   t3   t4      a chain of pairs that rises on both sides, every block holding a weight;
-                    |     \\         \\     cost: unbalanced work, unequal depth, cuts inside a module or before an
-    student cuts   s1      s2       s3    in-place change
+teacher cuts   t1   t2   t3   t4      a chain of pairs that rises on both sides, every block holding a weight;
+                |     \\         \\     cost: unbalanced work, unequal depth, cuts inside a module or before an
+student cuts   s1      s2       s3    in-place change
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,8 +39,9 @@ def matching(teacher: Cut, student: Cut) -> bool:
     return teacher.shape == student.shape and teacher.dtype == student.dtype
 
 
-def align(teacher: list[Cut], student: list[Cut], weights: tuple[int, int], flops: tuple[int, int],
-          blocks: int | None) -> Alignment | None:
+def align(
+    teacher: list[Cut], student: list[Cut], weights: tuple[int, int], flops: tuple[int, int], blocks: int | None
+) -> Alignment | None:
     """The best chain of cut pairs.
 
     Arguments:
@@ -73,11 +75,18 @@ def _progress(cuts: list[Cut]) -> dict[Cut, float]:
     runs: dict[tuple[int, ...], list[Cut]] = {}
     for cut in cuts:
         runs.setdefault(cut.shape, []).append(cut)
-    return {c: (c.depth - run[0].depth) / max(run[-1].depth - run[0].depth, 1e-12) for run in runs.values() for c in run}
+    return {
+        c: (c.depth - run[0].depth) / max(run[-1].depth - run[0].depth, 1e-12) for run in runs.values() for c in run
+    }
 
 
-def _chains(pairs: list[tuple[Cut, Cut]], progress: dict[Cut, float], weights: tuple[int, int], flops: tuple[int, int],
-            most: int) -> dict[int, Alignment]:
+def _chains(
+    pairs: list[tuple[Cut, Cut]],
+    progress: dict[Cut, float],
+    weights: tuple[int, int],
+    flops: tuple[int, int],
+    most: int,
+) -> dict[int, Alignment]:
     """The cheapest chain for each number of blocks from 2 to `most` that has one."""
     pairs = sorted(pairs, key=lambda p: abs(progress[p[0]] - progress[p[1]]))[:_MOST_PAIRS]
     pairs = sorted(pairs, key=lambda p: (p[0].position, p[1].position))
@@ -85,15 +94,26 @@ def _chains(pairs: list[tuple[Cut, Cut]], progress: dict[Cut, float], weights: t
         return {}
     position, depth, weight = (
         torch.tensor([[getattr(c, name) for c in pair] for pair in pairs], dtype=torch.float64)
-        for name in ("position", "depth", "weights"))
-    work = depth @ (cost_of := torch.tensor([flops[0], _STUDENT_PASSES * flops[1]], dtype=torch.float64)) / max(sum(cost_of), 1)
-    penalty = torch.tensor([sum(_INNER * (not c.border) + _CHANGED_LATER * c.changed_later for c in pair)
-                            + _DEPTH * (progress[pair[0]] - progress[pair[1]]) ** 2 for pair in pairs], dtype=torch.float64)
+        for name in ("position", "depth", "weights")
+    )
+    work = (
+        depth
+        @ (cost_of := torch.tensor([flops[0], _STUDENT_PASSES * flops[1]], dtype=torch.float64))
+        / max(sum(cost_of), 1)
+    )
+    penalty = torch.tensor(
+        [
+            sum(_INNER * (not c.border) + _CHANGED_LATER * c.changed_later for c in pair)
+            + _DEPTH * (progress[pair[0]] - progress[pair[1]]) ** 2
+            for pair in pairs
+        ],
+        dtype=torch.float64,
+    )
     total = torch.tensor(weights, dtype=torch.float64)
 
     def cost(share: Tensor, inside: Tensor, rises: Tensor) -> Tensor:
         """Of a block with a `share` of the work; infinite where a side holds no weight or does not rise."""
-        return torch.where((inside >= 1).all(-1) & rises.all(-1), share ** 2, torch.inf)
+        return torch.where((inside >= 1).all(-1) & rises.all(-1), share**2, torch.inf)
 
     always = torch.ones_like(position, dtype=torch.bool)
     between = cost(work[None] - work[:, None], weight[None] - weight[:, None], position[None] > position[:, None])
@@ -110,7 +130,7 @@ def _chains(pairs: list[tuple[Cut, Cut]], progress: dict[Cut, float], weights: t
             for origin in reversed(came_from):
                 indices.insert(0, int(origin[indices[0]]))
             edges = [0.0, *work[indices].tolist(), 1.0]
-            shares = tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+            shares = tuple(b - a for a, b in pairwise(edges))
             chains[blocks] = Alignment(tuple(pairs[i] for i in indices), shares)
         best, origin = (best[:, None] + between).min(0)
         best = best + penalty

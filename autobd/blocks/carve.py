@@ -49,7 +49,7 @@ def carve(flow: Dataflow, cuts: list[Cut]) -> list[Block]:
     ends = [*((c.node, c.position) for c in cuts), (flow.output, len(flow.order) - 1)]
     blocks, boundary, start = [], None, 0
     for node, position in ends:
-        blocks.append(_block(flow, flow.order[start: position + 1], boundary, node))
+        blocks.append(_block(flow, flow.order[start : position + 1], boundary, node))
         boundary, start = node, position + 1
     return blocks
 
@@ -86,13 +86,28 @@ def _block(flow: Dataflow, own: list[fx.Node], boundary: fx.Node | None, result:
     return _described(flow, graph, nodes, inputs, boundary is None, own, result)
 
 
-def _described(flow: Dataflow, graph: fx.Graph, nodes: list[fx.Node], inputs: tuple[int, ...], first: bool,
-               own: list[fx.Node], result: fx.Node) -> Block:
+def _described(
+    flow: Dataflow,
+    graph: fx.Graph,
+    nodes: list[fx.Node],
+    inputs: tuple[int, ...],
+    first: bool,
+    own: list[fx.Node],
+    result: fx.Node,
+) -> Block:
     names = {id(p): name for name, p in flow.captured.model.named_parameters()}
     parameters = list({id(p): p for n in nodes for p in flow.own_parameters(n)}.values())
     paths = [str(n.meta["path"]) for n in own if n.meta["path"]] or [str(n.name) for n in own] or [result.name]
     saved = {flow.storage(n): n for n in own if "shape" in n.meta}
-    return Block(graph, inputs, first, (paths[0], paths[-1]), tuple(c for _, c in result.meta["dims"][1:]),
-                 result.meta["dtype"], tuple(names[id(p)] for p in parameters), sum(p.numel() for p in parameters),
-                 sum(n.meta["flops"] for n in nodes),
-                 sum(torch.Size(n.meta["shape"]).numel() * n.meta["dtype"].itemsize for n in saved.values()))
+    return Block(
+        graph,
+        inputs,
+        first,
+        (paths[0], paths[-1]),
+        tuple(c for _, c in result.meta["dims"][1:]),
+        result.meta["dtype"],
+        tuple(names[id(p)] for p in parameters),
+        sum(p.numel() for p in parameters),
+        sum(n.meta["flops"] for n in nodes),
+        sum(torch.Size(n.meta["shape"]).numel() * n.meta["dtype"].itemsize for n in saved.values()),
+    )

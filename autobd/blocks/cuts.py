@@ -52,19 +52,27 @@ def candidates(flow: Dataflow) -> list[Cut]:
 
 
 def _is_boundary(node: fx.Node) -> bool:
-    dims = node.meta.get("dims")
-    return bool(dims) and dims[0] == (1, 0) and not any(a for a, _ in dims[1:]) and node.meta["dtype"].is_floating_point
+    dims: tuple[tuple[int, int], ...] = node.meta.get("dims", ())
+    return dims[:1] == ((1, 0),) and not any(a for a, _ in dims[1:]) and node.meta["dtype"].is_floating_point
 
 
 def _cut(flow: Dataflow, node: fx.Node, position: int) -> Cut:
     exits: list[str] = node.meta.get("exits", [])
     total = flow.flops_until[-1] or 1
     storage = flow.storage(node)
-    later = any(storage in n.meta["mutates"] for n in flow.order[position + 1:])
-    return Cut(exits[-1] if exits else node.name, tuple(dict.fromkeys([*exits, node.name])), node, position,
-               tuple(c for _, c in node.meta["dims"][1:]), node.meta["dtype"],
-               any(_is_stage(flow, path) for path in exits), later,
-               flow.flops_until[position] / total, flow.weights_until[position])
+    later = any(storage in n.meta["mutates"] for n in flow.order[position + 1 :])
+    return Cut(
+        exits[-1] if exits else node.name,
+        tuple(dict.fromkeys([*exits, node.name])),
+        node,
+        position,
+        tuple(c for _, c in node.meta["dims"][1:]),
+        node.meta["dtype"],
+        any(_is_stage(flow, path) for path in exits),
+        later,
+        flow.flops_until[position] / total,
+        flow.weights_until[position],
+    )
 
 
 def _is_stage(flow: Dataflow, path: str) -> bool:
@@ -83,7 +91,10 @@ def named(name: str, cuts: list[Cut], flow: Dataflow, whose: str) -> Cut:
         return matches[-1]
     valid = [alias for c in cuts for alias in c.aliases]
     if name in flow.modules:
-        problem = f"Nothing can be cut after module '{name}' of the {whose}: more than one tensor crosses there, or state is shared."
+        problem = (
+            f"Nothing can be cut after module '{name}' of the {whose}: more than one tensor crosses there, "
+            "or a weight is used on both sides."
+        )
     else:
         problem = f"The {whose} has no module or node '{name}' to cut after."
     raise SplitError(problem, given=repr(name), expected=f"one of: {nearest(name, valid)}")

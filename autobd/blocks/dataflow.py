@@ -1,8 +1,8 @@
 """Which values of a captured graph cross a position, and what each node needs: the facts that cuts are found from.
 
-    floating    depends on inputs alone, or on parameters alone: made anew in every block that uses it
-    pinned      draws random numbers or changes the module's state: runs once, where it stands
-    activation  depends on inputs and parameters: computed once, crosses a cut if it is used later
+floating    depends on inputs alone, or on parameters alone: made anew in every block that uses it
+pinned      draws random numbers or changes the module's state: runs once, where it stands
+activation  depends on inputs and parameters: computed once, crosses a cut if it is used later
 """
 
 from __future__ import annotations
@@ -64,13 +64,20 @@ class Dataflow:
             if self.own_parameters(node) or not weighted.isdisjoint(needs):
                 weighted.add(node)
             opaque = node.op == "call_module" and node.target in self.captured.opaque
-            if node.meta["random"] or opaque or not state.isdisjoint(node.meta["mutates"]) or not pinned.isdisjoint(needs):
+            if (
+                node.meta["random"]
+                or opaque
+                or not state.isdisjoint(node.meta["mutates"])
+                or not pinned.isdisjoint(needs)
+            ):
                 pinned.add(node)
             if node not in pinned and not (node in inputs and node in weighted):
                 self.floating.add(node)
         self.on_path = self._ancestors([self.output])
         for node in self.nodes:  # updates of the module's own state happen although nothing reads them
-            if not state.isdisjoint(node.meta["mutates"]) and all(n in self.floating or n in self.on_path for n in self.needs[node]):
+            if not state.isdisjoint(node.meta["mutates"]) and all(
+                n in self.floating or n in self.on_path for n in self.needs[node]
+            ):
                 self.on_path |= self._ancestors([node])
         self.state = state
 
@@ -160,6 +167,7 @@ class Dataflow:
     @cached_property
     def weights_until(self) -> list[int]:
         """How many nodes up to each position use a weight with at least two dimensions."""
+
         def weighs(node: fx.Node) -> bool:
             return any(p.ndim >= 2 for used in {node} | self.floats(node) for p in self.own_parameters(used))
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from ..errors import InputError, SplitError
@@ -72,25 +71,64 @@ class Split:
         return verify(self, rows)
 
     def __str__(self) -> str:
-        totals = [[sum(getattr(b, name) for b in side) for name in ("parameter_count", "flops", "activation_bytes")]
-                  for side in ([p.teacher for p in self.pairs], [p.student for p in self.pairs])]
+        totals = [
+            [sum(getattr(b, name) for b in side) for name in ("parameter_count", "flops", "activation_bytes")]
+            for side in ([p.teacher for p in self.pairs], [p.student for p in self.pairs])
+        ]
         rows: list[list[object]] = []
         for i, pair in enumerate(self.pairs):
             t, s = pair.teacher, pair.student
-            rows.append([i, " .. ".join(dict.fromkeys(t.modules)), " .. ".join(dict.fromkeys(s.modules)), shape(("N", *t.shape)),
-                         *(quantity(v) for v in (t.parameter_count, s.parameter_count, t.flops, s.flops)),
-                         quantity(s.activation_bytes, "B")])
-        rows.append(["", "total", "", "", *(quantity(v) for v in (totals[0][0], totals[1][0], totals[0][1], totals[1][1])),
-                     quantity(totals[1][2], "B")])
-        text = table(["block", "teacher", "student", "boundary", "teacher params", "student params", "teacher FLOPs",
-                      "student FLOPs", "activations"], rows)
-        head = (f"{type(self.teacher.model).__name__} -> {type(self.student.model).__name__}, {len(self)} blocks, "
-                f"FLOPs and activations at batch size {self.student.example.rows}")
+            rows.append(
+                [
+                    i,
+                    " .. ".join(dict.fromkeys(t.modules)),
+                    " .. ".join(dict.fromkeys(s.modules)),
+                    shape(("N", *t.shape)),
+                    *(quantity(v) for v in (t.parameter_count, s.parameter_count, t.flops, s.flops)),
+                    quantity(s.activation_bytes, "B"),
+                ]
+            )
+        rows.append(
+            [
+                "",
+                "total",
+                "",
+                "",
+                *(quantity(v) for v in (totals[0][0], totals[1][0], totals[0][1], totals[1][1])),
+                quantity(totals[1][2], "B"),
+            ]
+        )
+        text = table(
+            [
+                "block",
+                "teacher",
+                "student",
+                "boundary",
+                "teacher params",
+                "student params",
+                "teacher FLOPs",
+                "student FLOPs",
+                "activations",
+            ],
+            rows,
+        )
+        head = (
+            f"{type(self.teacher.model).__name__} -> {type(self.student.model).__name__}, {len(self)} blocks, "
+            f"FLOPs and activations at batch size {self.student.example.rows}"
+        )
         return "\n".join([head, text, *(f"note: {n}" for n in self.notes)])
 
 
-def split(teacher: nn.Module, student: nn.Module, example: Any, *, blocks: int | None = None,
-          cuts: Sequence[tuple[str, str]] | None = None, inputs: Any = None, logits: bool | None = None) -> Split:
+def split(
+    teacher: nn.Module,
+    student: nn.Module,
+    example: Any,
+    *,
+    blocks: int | None = None,
+    cuts: Sequence[tuple[str, str]] | None = None,
+    inputs: Any = None,
+    logits: bool | None = None,
+) -> Split:
     """Split two whole models into matching blocks.
 
     Arguments:
@@ -108,8 +146,10 @@ def split(teacher: nn.Module, student: nn.Module, example: Any, *, blocks: int |
     teacher, student = unwrapped(teacher), unwrapped(student)
     check_pair(teacher, student)
     given = inputs or (None, None)
-    arguments = [Arguments.of(f(example) if f is not None else example, model)
-                 for f, model in zip(given, (teacher, student), strict=True)]
+    arguments = [
+        Arguments.of(f(example) if f is not None else example, model)
+        for f, model in zip(given, (teacher, student), strict=True)
+    ]
     for model, args in zip((teacher, student), arguments, strict=True):
         _check_devices(model, args)
     captured = capture(teacher, arguments[0], train=False), capture(student, arguments[1])
@@ -118,15 +158,23 @@ def split(teacher: nn.Module, student: nn.Module, example: Any, *, blocks: int |
     chosen = _given_cuts(cuts, flows) if cuts is not None else _found_cuts(flows, blocks)
     teacher_blocks, student_blocks = (carve(flow, [pair[side] for pair in chosen]) for side, flow in enumerate(flows))
     pairs = tuple(BlockPair(t, s) for t, s in zip(teacher_blocks, student_blocks, strict=True))
-    return Split(*captured, pairs, tuple(chosen), outputs, _is_logits(captured, outputs) if logits is None else logits,
-                 _notes(captured, pairs))
+    return Split(
+        *captured,
+        pairs,
+        tuple(chosen),
+        outputs,
+        _is_logits(captured, outputs) if logits is None else logits,
+        _notes(captured, pairs),
+    )
 
 
 def _found_cuts(flows: tuple[Dataflow, Dataflow], blocks: int | None) -> list[tuple[Cut, Cut]]:
     if blocks == 1:
         return []
     if blocks is not None and (not isinstance(blocks, int) or blocks < 1):
-        raise InputError("blocks= asks for an impossible number.", given=blocks, expected="a whole number of at least 1")
+        raise InputError(
+            "blocks= asks for an impossible number.", given=blocks, expected="a whole number of at least 1"
+        )
     found = [candidates(flow) for flow in flows]
     weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
     flops = flows[0].flops_until[-1], flows[1].flops_until[-1]
@@ -135,14 +183,21 @@ def _found_cuts(flows: tuple[Dataflow, Dataflow], blocks: int | None) -> list[tu
         return list(alignment.cuts)
     if blocks is not None and align(found[0], found[1], weights, flops, None) is not None:
         ceiling = max(k for k in range(2, len(found[0]) + 2) if align(found[0], found[1], weights, flops, k))
-        raise SplitError(f"{blocks} blocks were asked for.", given=f"blocks={blocks}",
-                         expected=f"at most {ceiling} for this pair", do="ask for fewer blocks, or leave blocks= out")
-    raise SplitError("The two models have no common cut.",
-                     given="\n            ".join(f"{whose} can be cut at: {_shapes(cuts)}" for whose, cuts in
-                                                zip(("teacher", "student"), found, strict=True)),
-                     expected="boundaries of equal shape, channels included, with a weight on either side",
-                     do="give the student the teacher's width at some boundaries, feed both the same input size, "
-                        "or train it as one block with blocks=1")
+        raise SplitError(
+            f"{blocks} blocks were asked for.",
+            given=f"blocks={blocks}",
+            expected=f"at most {ceiling} for this pair",
+            do="ask for fewer blocks, or leave blocks= out",
+        )
+    raise SplitError(
+        "The two models have no common cut.",
+        given="\n            ".join(
+            f"{whose} can be cut at: {_shapes(cuts)}" for whose, cuts in zip(("teacher", "student"), found, strict=True)
+        ),
+        expected="boundaries of equal shape, channels included, with a weight on either side",
+        do="give the student the teacher's width at some boundaries, feed both the same input size, "
+        "or train it as one block with blocks=1",
+    )
 
 
 def _given_cuts(cuts: Sequence[tuple[str, str]], flows: tuple[Dataflow, Dataflow]) -> list[tuple[Cut, Cut]]:
@@ -150,38 +205,56 @@ def _given_cuts(cuts: Sequence[tuple[str, str]], flows: tuple[Dataflow, Dataflow
     pairs: list[tuple[Cut, Cut]] = []
     for entry in cuts:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(isinstance(n, str) for n in entry):
-            raise InputError("cuts= holds something else than a pair of names.", given=repr(entry),
-                             expected='("teacher module", "student module")')
+            raise InputError(
+                "cuts= holds something else than a pair of names.",
+                given=repr(entry),
+                expected='("teacher module", "student module")',
+            )
         pair = named(entry[0], found[0], flows[0], "teacher"), named(entry[1], found[1], flows[1], "student")
         if not matching(*pair):
-            raise SplitError(f"Block {len(pairs)}: the boundaries at cut {tuple(entry)} differ.",
-                             given=f"teacher {_row(pair[0])}, student {_row(pair[1])}", expected="equal shapes and dtypes, channels included",
-                             do="cut elsewhere, or give the student the teacher's width there")
+            raise SplitError(
+                f"Block {len(pairs)}: the boundaries at cut {tuple(entry)} differ.",
+                given=f"teacher {_row(pair[0])}, student {_row(pair[1])}",
+                expected="equal shapes and dtypes, channels included",
+                do="cut elsewhere, or give the student the teacher's width there",
+            )
         if pairs and not all(a.position < b.position for a, b in zip(pairs[-1], pair, strict=True)):
-            raise SplitError(f"Cut {tuple(entry)} does not come after the one before it in both models.",
-                             given=f"cuts={list(cuts)}", expected="cuts in the order of the forward pass")
+            raise SplitError(
+                f"Cut {tuple(entry)} does not come after the one before it in both models.",
+                given=f"cuts={list(cuts)}",
+                expected="cuts in the order of the forward pass",
+            )
         pairs.append(pair)
     return pairs
 
 
 def _paired_outputs(teacher: Captured, student: Captured) -> tuple[str, str]:
     """Which output of each model the last block pair distils: the first that both name, else the first of each."""
+
     def floating(captured: Captured) -> dict[str, fx.Node]:
         return {k: n for k, n in captured.outputs.items() if n.meta.get("dtype") and n.meta["dtype"].is_floating_point}
 
     mine, theirs = floating(teacher), floating(student)
     if not mine or not theirs:
-        raise SplitError("A model returns no floating-point tensor to distil.", given=f"{list(mine)} and {list(theirs)}")
+        raise SplitError(
+            "A model returns no floating-point tensor to distil.", given=f"{list(mine)} and {list(theirs)}"
+        )
     common = [name for name in mine if name in theirs]
     names = (common[0], common[0]) if common else (next(iter(mine)), next(iter(theirs)))
     t, s = mine[names[0]], theirs[names[1]]
     if t.meta["dims"] != s.meta["dims"] or t.meta["dtype"] != s.meta["dtype"]:
-        raise SplitError("The two models' outputs differ.", given=f"teacher '{names[0]}' {_node(t)}, student '{names[1]}' {_node(s)}",
-                         expected="outputs of equal shape (the same number of classes) and dtype",
-                         do="build the student with the teacher's number of classes")
+        raise SplitError(
+            "The two models' outputs differ.",
+            given=f"teacher '{names[0]}' {_node(t)}, student '{names[1]}' {_node(s)}",
+            expected="outputs of equal shape (the same number of classes) and dtype",
+            do="build the student with the teacher's number of classes",
+        )
     if t.meta["dims"][0] != (1, 0):
-        raise SplitError(f"Output '{names[0]}' does not have the batch as its first dimension.", given=_node(t),
-                         expected="one row per sample")
+        raise SplitError(
+            f"Output '{names[0]}' does not have the batch as its first dimension.",
+            given=_node(t),
+            expected="one row per sample",
+        )
     return names
 
 
@@ -191,35 +264,62 @@ def check_pair(teacher: nn.Module, student: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"The {name} is not a model.", given=type(model).__name__, expected="a torch.nn.Module")
     if teacher is student:
-        raise InputError("The teacher is the student.", given=type(teacher).__name__, expected="two separate models",
-                         do="pass copy.deepcopy(teacher) as the student to train a copy")
-    shared = {id(p) for p in (*teacher.parameters(), *teacher.buffers())} & {id(p) for p in (*student.parameters(), *student.buffers())}
+        raise InputError(
+            "The teacher is the student.",
+            given=type(teacher).__name__,
+            expected="two separate models",
+            do="pass copy.deepcopy(teacher) as the student to train a copy",
+        )
+    shared = {id(p) for p in (*teacher.parameters(), *teacher.buffers())} & {
+        id(p) for p in (*student.parameters(), *student.buffers())
+    }
     if shared:
         names = [n for n, p in (*student.named_parameters(), *student.named_buffers()) if id(p) in shared]
-        raise InputError("The student shares tensors with the teacher: training would change the teacher.",
-                         given=f"shared: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}",
-                         expected="two models without common modules", do="build the shared part twice, or deepcopy it")
+        raise InputError(
+            "The student shares tensors with the teacher: training would change the teacher.",
+            given=f"shared: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}",
+            expected="two models without common modules",
+            do="build the shared part twice, or deepcopy it",
+        )
     if not any(p.requires_grad for p in student.parameters()):
-        raise InputError("The student has no trainable parameter.", given=type(student).__name__,
-                         expected="at least one parameter with requires_grad=True")
-    kinds = [({p.device for p in m.parameters()}, {p.dtype for p in m.parameters() if p.is_floating_point()}) for m in (teacher, student)]
+        raise InputError(
+            "The student has no trainable parameter.",
+            given=type(student).__name__,
+            expected="at least one parameter with requires_grad=True",
+        )
+    kinds = [
+        ({p.device for p in m.parameters()}, {p.dtype for p in m.parameters() if p.is_floating_point()})
+        for m in (teacher, student)
+    ]
     for what, a, b in zip(("devices", "dtypes"), *kinds, strict=True):
         if a and b and a != b:
-            raise InputError(f"Teacher and student are on different {what}.", given=f"teacher {_set(a)}, student {_set(b)}",
-                             expected="the same for both", do="move or convert one of them with .to(...)")
+            raise InputError(
+                f"Teacher and student are on different {what}.",
+                given=f"teacher {_set(a)}, student {_set(b)}",
+                expected="the same for both",
+                do="move or convert one of them with .to(...)",
+            )
 
 
 def _check_devices(model: nn.Module, arguments: Arguments) -> None:
     devices = {p.device for p in model.parameters()}
     wrong = {t.device for t in arguments.tensors} - devices
     if devices and wrong:
-        raise InputError("The inputs are not on the model's device.", given=f"inputs on {_set(wrong)}, model on {_set(devices)}",
-                         expected="the same device", do="move the model or the batch with .to(...)")
+        raise InputError(
+            "The inputs are not on the model's device.",
+            given=f"inputs on {_set(wrong)}, model on {_set(devices)}",
+            expected="the same device",
+            do="move the model or the batch with .to(...)",
+        )
 
 
 def _is_logits(captured: tuple[Captured, Captured], outputs: tuple[str, str]) -> bool | None:
     """True for classifiers of timm, torchvision and Hugging Face; None where nothing is known."""
-    return True if all(_is_classifier(c.model, name, c.outputs[name]) for c, name in zip(captured, outputs, strict=True)) else None
+    return (
+        True
+        if all(_is_classifier(c.model, name, c.outputs[name]) for c, name in zip(captured, outputs, strict=True))
+        else None
+    )
 
 
 def _is_classifier(model: nn.Module, output: str, node: fx.Node) -> bool:
@@ -238,8 +338,10 @@ def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...]) ->
     used = {name for pair in pairs for name in pair.student.parameters}
     idle = [n for n, p in captured[1].model.named_parameters() if n not in used and p.requires_grad]
     if idle:
-        notes.append(f"student: not on the way to the distilled output, left as they are: {', '.join(idle[:4])}"
-                     + (f" and {len(idle) - 4} more" if len(idle) > 4 else ""))
+        notes.append(
+            f"student: not on the way to the distilled output, left as they are: {', '.join(idle[:4])}"
+            + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
+        )
     return tuple(notes)
 
 
@@ -258,5 +360,3 @@ def _node(node: fx.Node) -> str:
 
 def _set(values: set[Any]) -> str:
     return ", ".join(sorted(str(v).removeprefix("torch.") for v in values))
-
-

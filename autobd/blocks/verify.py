@@ -54,7 +54,9 @@ class Verification:
             return "identical" if value == 0 else f"{value:.1e}"
 
         rows = [(c.model, c.mode, shown(c.output), shown(c.buffers), shown(c.gradients)) for c in self.checks]
-        return "\n".join([table(["model", "mode", "output", "buffers", "gradients"], rows), *(f"note: {n}" for n in self.notes)])
+        return "\n".join(
+            [table(["model", "mode", "output", "buffers", "gradients"], rows), *(f"note: {n}" for n in self.notes)]
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ def verify(split: Split, rows: int) -> Verification:
                 continue
             with untouched(captured.model), torch.inference_mode(False), torch.enable_grad():
                 captured.model.train(mode == "train")
-                whole = _outcome(captured, lambda a=arguments, c=captured, o=output: _select(c.model(*a.args, **a.kwargs), o))
+                whole = _outcome(
+                    captured, lambda a=arguments, c=captured, o=output: _select(c.model(*a.args, **a.kwargs), o)
+                )
             with untouched(captured.model), torch.inference_mode(False), torch.enable_grad():
                 captured.model.train(mode == "train")
                 set_mode(bound, mode == "train")
@@ -92,7 +96,8 @@ def verify(split: Split, rows: int) -> Verification:
 
 def run_blocks(bound: list[fx.GraphModule], blocks: list[Any], arguments: Arguments) -> Tensor:
     """All blocks in order, on the model's own arguments."""
-    tensors, boundary = arguments.tensors, []
+    tensors = arguments.tensors
+    boundary: list[Tensor] = []
     for module, block in zip(bound, blocks, strict=True):
         boundary = [module(*boundary, *(tensors[i] for i in block.inputs))]
     return boundary[0]
@@ -113,12 +118,18 @@ def _outcome(captured: Captured, run: Any) -> _Outcome:
             torch.manual_seed(0)
             output = run()
             parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            gradients = torch.autograd.grad(output.float().sum(), list(parameters.values()), allow_unused=True) \
-                if output.requires_grad else ()
+            gradients = (
+                torch.autograd.grad(output.float().sum(), list(parameters.values()), allow_unused=True)
+                if output.requires_grad
+                else ()
+            )
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    return _Outcome(output.detach().clone(), {n: b.detach().clone() for n, b in model.named_buffers()},
-                    {n: g for n, g in zip(parameters, gradients, strict=False) if g is not None})
+    return _Outcome(
+        output.detach().clone(),
+        {n: b.detach().clone() for n, b in model.named_buffers()},
+        {n: g for n, g in zip(parameters, gradients, strict=False) if g is not None},
+    )
 
 
 def _check(whose: str, mode: str, whole: _Outcome, parts: _Outcome) -> Check:
@@ -126,14 +137,20 @@ def _check(whose: str, mode: str, whole: _Outcome, parts: _Outcome) -> Check:
     for kind in ("buffers", "gradients"):
         a, b = getattr(whole, kind), getattr(parts, kind)
         if a.keys() != b.keys():
-            raise VerifyError(f"The {whose}'s blocks in {mode} mode give other {kind} than the whole model.",
-                              given=f"only on one side: {', '.join(sorted(a.keys() ^ b.keys())[:5])}", expected="the same")
+            raise VerifyError(
+                f"The {whose}'s blocks in {mode} mode give other {kind} than the whole model.",
+                given=f"only on one side: {', '.join(sorted(a.keys() ^ b.keys())[:5])}",
+                expected="the same",
+            )
         result[kind] = max((_difference(a[n], b[n]) for n in a), default=0.0)
     for kind, value in result.items():
         if not value <= _ROUNDING.get(whole.output.dtype, 2e-2):
-            raise VerifyError(f"The {whose}'s blocks in {mode} mode do not reproduce the whole model.",
-                              given=f"{kind} differ by {value:.2g} (relative)", expected="no difference",
-                              do="pass cuts=[...] around the part that is not a function of its inputs, and report the model")
+            raise VerifyError(
+                f"The {whose}'s blocks in {mode} mode do not reproduce the whole model.",
+                given=f"{kind} differ by {value:.2g} (relative)",
+                expected="no difference",
+                do="pass cuts=[...] around the part that is not a function of its inputs, and report the model",
+            )
     return Check(whose, mode, **result)
 
 
@@ -158,5 +175,3 @@ def _select(output: Any, name: str) -> Tensor:
     else:
         value = getattr(output, key)
     return _select(value, rest)
-
-

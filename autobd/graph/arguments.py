@@ -39,8 +39,11 @@ class Arguments:
             return cls((), _accepted(dict(example), model))
         if isinstance(example, (tuple, list)):
             return cls(tuple(example))
-        raise InputError("The example cannot be passed to a model.", given=type(example).__name__,
-                         expected="a tensor, a tuple of positional arguments or a dict of keyword arguments")
+        raise InputError(
+            "The example cannot be passed to a model.",
+            given=type(example).__name__,
+            expected="a tensor, a tuple of positional arguments or a dict of keyword arguments",
+        )
 
     @classmethod
     def from_batch(cls, batch: Any, model: nn.Module, positional: int | None = None) -> Arguments:
@@ -74,8 +77,11 @@ class Arguments:
         for tensor in self.tensors:
             if tensor.ndim:
                 return tensor.shape[0]
-        raise InputError("The model's arguments hold no tensor with a batch dimension.", given=self.describe(),
-                         expected="at least one tensor whose first dimension is the batch")
+        raise InputError(
+            "The model's arguments hold no tensor with a batch dimension.",
+            given=self.describe(),
+            expected="at least one tensor whose first dimension is the batch",
+        )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with `function` applied to each tensor."""
@@ -112,6 +118,7 @@ class Arguments:
 
     def describe(self) -> str:
         """Shapes and dtypes, as text for an error."""
+
         def text(leaf: Any) -> str:
             if isinstance(leaf, Tensor):
                 return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"

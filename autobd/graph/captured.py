@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from ..errors import CaptureError, InputError
 from ..tables import quantity, shape, table
@@ -67,12 +67,23 @@ class Captured:
             elif node.op == "get_attr" and node.target == "training":
                 targets["training"] = model.training
             elif node.op == "get_attr":
-                targets[node.target] = self.objects[node.target] if node.target in self.objects else _get(model, node.target)
+                known = node.target in self.objects
+                targets[node.target] = self.objects[node.target] if known else _get(model, node.target)
         return fx.GraphModule(targets, graph, type(self.model).__name__)
 
     def __str__(self) -> str:
-        rows = [(n.name, n.op, n.meta["path"], shape(n.meta["shape"]) if "shape" in n.meta else "",
-                 quantity(n.meta["flops"]), quantity(n.meta["parameter_bytes"], "B")) for n in self.graph.nodes if n.op != "output"]
+        rows = [
+            (
+                n.name,
+                n.op,
+                n.meta["path"],
+                shape(n.meta["shape"]) if "shape" in n.meta else "",
+                quantity(n.meta["flops"]),
+                quantity(n.meta["parameter_bytes"], "B"),
+            )
+            for n in self.graph.nodes
+            if n.op != "output"
+        ]
         text = table(["node", "kind", "module", "shape", "FLOPs", "parameters"], rows)
         return "\n".join([text, *(f"note: {note}" for note in self.notes)])
 
@@ -111,16 +122,25 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
                     raise CaptureError(
                         f"{type(model).__name__}.forward {difference} in its own code; one graph cannot serve both.",
                         expected="the same operations for every batch size and mode",
-                        do="move these lines into a submodule of their own: it is then kept whole") from None
+                        do="move these lines into a submodule of their own: it is then kept whole",
+                    ) from None
                 leaves[difference.path] = str(difference)
         else:
-            raise CaptureError(f"{type(model).__name__} did not settle after {_ATTEMPTS} recordings.",
-                               given=f"modules kept whole so far: {', '.join(leaves)}")
+            raise CaptureError(
+                f"{type(model).__name__} did not settle after {_ATTEMPTS} recordings.",
+                given=f"modules kept whole so far: {', '.join(leaves)}",
+            )
     return _finished(model, arguments, merger, evaluation[0], outputs, leaves, sizes[0])
 
 
-def _record_in(model: nn.Module, training: bool, arguments: Arguments, names: list[str], sizes: tuple[int, int],
-               leaves: dict[str, str]) -> list[Recording]:
+def _record_in(
+    model: nn.Module,
+    training: bool,
+    arguments: Arguments,
+    names: list[str],
+    sizes: tuple[int, int],
+    leaves: dict[str, str],
+) -> list[Recording]:
     model.train(training)
     recordings = []
     for size in sizes:
@@ -129,12 +149,21 @@ def _record_in(model: nn.Module, training: bool, arguments: Arguments, names: li
     return recordings
 
 
-def _finished(model: nn.Module, arguments: Arguments, merger: Merger, recording: Recording, outputs: Any,
-              leaves: dict[str, str], recorded_rows: int) -> Captured:
+def _finished(
+    model: nn.Module,
+    arguments: Arguments,
+    merger: Merger,
+    recording: Recording,
+    outputs: Any,
+    leaves: dict[str, str],
+    recorded_rows: int,
+) -> Captured:
     graph = recording.graph
     output_names = _named(outputs)
     if not output_names:
-        raise CaptureError(f"{type(model).__name__} returns no tensor.", given=repr(outputs), expected="at least one tensor")
+        raise CaptureError(
+            f"{type(model).__name__} returns no tensor.", given=repr(outputs), expected="at least one tensor"
+        )
     graph.output(outputs).meta.update(PLAIN, parameter_bytes=0)
     modules = dict(model.named_modules())
     rows = arguments.rows
@@ -155,9 +184,12 @@ def _finished(model: nn.Module, arguments: Arguments, merger: Merger, recording:
     notes = [f"module '{path}' is kept whole: it {reason}" for path, reason in leaves.items()]
     if merger.train_only:
         aux = sorted({n.meta["path"].split(".")[0] for n in merger.train_only if n.meta.get("path")})
-        notes.append(f"train mode computes more than eval mode ({', '.join(aux)}): the eval graph is used, these are not trained")
-    return Captured(model, arguments, graph, output_names, dict(leaves), tuple(notes), not merger.train_only,
-                    recording.objects)
+        notes.append(
+            f"train mode computes more than eval mode ({', '.join(aux)}): the eval graph is used, these are not trained"
+        )
+    return Captured(
+        model, arguments, graph, output_names, dict(leaves), tuple(notes), not merger.train_only, recording.objects
+    )
 
 
 def _named(outputs: Any, prefix: str = "") -> dict[str, fx.Node]:
@@ -183,6 +215,8 @@ def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError("Not a model.", given=type(model).__name__, expected="a torch.nn.Module")
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
-            raise InputError(f"Parameter '{name}' of {type(model).__name__} has no shape yet (a lazy module).",
-                             do="call the model once on an example before handing it over")
+        if isinstance(parameter, UninitializedParameter):
+            raise InputError(
+                f"Parameter '{name}' of {type(model).__name__} has no shape yet (a lazy module).",
+                do="call the model once on an example before handing it over",
+            )

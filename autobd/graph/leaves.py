@@ -5,8 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-_OPEN = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Transformer,
-         nn.TransformerEncoder, nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_OPEN = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
 
 
 def is_leaf(module: nn.Module) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from .recorder import Recording, TensorInfo
+from .ledger import TensorInfo
+from .recorder import Recording
 
 PLAIN: dict[str, Any] = {"path": "", "grad": True, "flops": 0, "random": False, "mutates": frozenset()}
 
@@ -75,8 +76,9 @@ class Merger:
 
     def _align(self) -> None:
         reference = self.aligned[0]
-        for recording, what in zip(self.recordings[1:], ("batch sizes", "train and eval mode", "train and eval mode"),
-                                   strict=False):
+        for recording, what in zip(
+            self.recordings[1:], ("batch sizes", "train and eval mode", "train and eval mode"), strict=False
+        ):
             nodes = list(recording.graph.nodes)
             for a, b in zip(reference, nodes, strict=False):
                 if _kind(a) != _kind(b):
@@ -108,15 +110,21 @@ class Merger:
 
     def _describe(self, node: fx.Node, nodes: list[fx.Node]) -> None:
         """Merge what the recordings know of a node; shapes become linear in the batch size."""
-        node.meta["mutates"] = frozenset(known.get(storage, storage) for n, known in zip(nodes, self.storages, strict=True)
-                                         for storage in n.meta.get("mutates", ()))
+        node.meta["mutates"] = frozenset(
+            known.get(storage, storage)
+            for n, known in zip(nodes, self.storages, strict=True)
+            for storage in n.meta.get("mutates", ())
+        )
         node.meta["random"] = any(n.meta.get("random") for n in nodes)
         for key, value in PLAIN.items():
             node.meta.setdefault(key, value)
         infos: list[TensorInfo | None] = [n.meta.get("tensor") for n in nodes]
         if infos[0] is not None and infos[1] is not None:
-            dims = [self._linear(a, b) for a, b in zip(infos[0].shape, infos[1].shape, strict=True)] \
-                if len(infos[0].shape) == len(infos[1].shape) else [None]
+            dims = (
+                [self._linear(a, b) for a, b in zip(infos[0].shape, infos[1].shape, strict=True)]
+                if len(infos[0].shape) == len(infos[1].shape)
+                else [None]
+            )
             if None in dims:
                 raise Differs(_owner(node), "batch sizes")
             node.meta["dims"] = tuple(dims)
@@ -124,8 +132,11 @@ class Merger:
     def _storages_of(self, nodes: list[fx.Node]) -> dict[int, int]:
         """Storage ids of one recording -> those of the first recording."""
         pairs = zip(self.aligned[0], nodes, strict=True)
-        return {b.meta["tensor"].storage: a.meta["tensor"].storage for a, b in pairs
-                if "tensor" in a.meta and "tensor" in b.meta}
+        return {
+            b.meta["tensor"].storage: a.meta["tensor"].storage
+            for a, b in pairs
+            if "tensor" in a.meta and "tensor" in b.meta
+        }
 
     # ---------------------------------------------------------------- arguments
 
@@ -135,7 +146,9 @@ class Merger:
             return self._combine_nodes(values, node)
         if all(isinstance(v, (tuple, list)) for v in values) and len({len(v) for v in values}) == 1:
             items = [self._combine(list(column), node) for column in zip(*values, strict=True)]
-            return type(first)(*items) if hasattr(first, "_fields") else items if isinstance(first, list) else tuple(items)
+            return (
+                type(first)(*items) if hasattr(first, "_fields") else items if isinstance(first, list) else tuple(items)
+            )
         if all(isinstance(v, dict) for v in values) and all(v.keys() == first.keys() for v in values):
             return {k: self._combine([v[k] for v in values], node) for k in first}
         if all(isinstance(v, slice) for v in values):
@@ -157,8 +170,12 @@ class Merger:
             return False
         for nodes in self.aligned:
             a, b = nodes[later], nodes[earlier]
-            if "tensor" in a.meta and "tensor" in b.meta and a.meta["tensor"].storage == b.meta["tensor"].storage \
-                    and a.meta["tensor"].storage in a.meta["mutates"]:
+            if (
+                "tensor" in a.meta
+                and "tensor" in b.meta
+                and a.meta["tensor"].storage == b.meta["tensor"].storage
+                and a.meta["tensor"].storage in a.meta["mutates"]
+            ):
                 return True
         return False
 

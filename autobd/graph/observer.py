@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 
-class OperatorObserver(TorchDispatchMode):
+class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`flops` and `random` of everything that ran since `start()`; FLOPs by torch's own formulas (2 per multiply-add)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.start()
 
     def start(self) -> None:

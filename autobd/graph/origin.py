@@ -43,10 +43,15 @@ def explain(error: Exception, model: nn.Module | None, path: str | None, argumen
         reason = None
     if reason is None:
         shown = arguments.describe() if arguments is not None else ""
-        return CaptureError(f"{where} fails on the example: {type(error).__name__}: {error}",
-                            given=" ".join(filter(None, [shown, given and f"at {given}"])) or None,
-                            expected="inputs that the model accepts",
-                            do="pass example=..., or inputs=(for_teacher, for_student) to turn a batch into arguments")
-    return CaptureError(f"{where} {reason}; a recording would freeze it.", given=given,
-                        expected="code that does the same for every batch, or a submodule around it",
-                        do="move these lines into a submodule of their own: it is then kept whole")
+        return CaptureError(
+            f"{where} fails on the example: {type(error).__name__}: {error}",
+            given=" ".join(filter(None, [shown, given and f"at {given}"])) or None,
+            expected="inputs that the model accepts",
+            do="pass example=..., or inputs=(for_teacher, for_student) to turn a batch into arguments",
+        )
+    return CaptureError(
+        f"{where} {reason}; a recording would freeze it.",
+        given=given,
+        expected="code that does the same for every batch, or a submodule around it",
+        do="move these lines into a submodule of their own: it is then kept whole",
+    )

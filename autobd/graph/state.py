@@ -110,7 +110,7 @@ def python_randomness() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
-    name, keys, position, *rest = numpy.random.get_state()
+    _, keys, position, *rest = numpy.random.get_state()
     return random.getstate(), position, int(keys[0]), tuple(rest)
 
 
@@ -119,8 +119,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif isinstance(model, torch._dynamo.OptimizedModule) if "torch._dynamo" in sys.modules else False:
-            model = model._orig_mod
+        elif isinstance(model, nn.Module) and (inner := model._modules.get("_orig_mod")) is not None:
+            model = inner
         else:
             return model
 

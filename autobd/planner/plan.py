@@ -40,10 +40,18 @@ class Plan:
     assignments: tuple[Assignment, ...]
 
     def __str__(self) -> str:
-        rows = [[f"{a.blocks[0]}..{a.blocks[-1]}" if len(a.blocks) > 1 else a.blocks[0],
-                 ", ".join(f"{r} ({self.devices[r]})" for r in a.ranks), ", ".join(map(str, a.rows)), a.source]
-                for a in self.assignments]
-        return f"strategy {self.strategy}, batch size {self.batch_size}\n" + table(["blocks", "ranks", "rows", "teacher"], rows)
+        rows = [
+            [
+                f"{a.blocks[0]}..{a.blocks[-1]}" if len(a.blocks) > 1 else a.blocks[0],
+                ", ".join(f"{r} ({self.devices[r]})" for r in a.ranks),
+                ", ".join(map(str, a.rows)),
+                a.source,
+            ]
+            for a in self.assignments
+        ]
+        return f"strategy {self.strategy}, batch size {self.batch_size}\n" + table(
+            ["blocks", "ranks", "rows", "teacher"], rows
+        )
 
 
 def plan(split: Split, cluster: Cluster, strategy: str = "auto") -> Plan:
@@ -56,8 +64,12 @@ def plan(split: Split, cluster: Cluster, strategy: str = "auto") -> Plan:
     Errors: InputError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
-        raise InputError("No such strategy.", given=repr(strategy), expected=f"one of {', '.join(STRATEGIES)}",
-                         do=f"perhaps you meant {nearest(str(strategy), STRATEGIES, 1)}")
+        raise InputError(
+            "No such strategy.",
+            given=repr(strategy),
+            expected=f"one of {', '.join(STRATEGIES)}",
+            do=f"perhaps you meant {nearest(str(strategy), STRATEGIES, 1)}",
+        )
     rows = (split.student.example.rows,)
     blocks = tuple(range(len(split)))
     if strategy in ("dp", "ls"):

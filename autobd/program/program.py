@@ -29,8 +29,8 @@ class Program:
         source, name = self.code(rank), f"<autobd rank {rank} program {next(_SERIAL)}>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         namespace: dict[str, Any] = {}
-        exec(compile(source, name, "exec"), namespace)  # noqa: S102 (the source is ours, from instructions)
-        return namespace["step"]  # type: ignore[no-any-return]
+        exec(compile(source, name, "exec"), namespace)
+        return namespace["step"]
 
     def __str__(self) -> str:
         return "\n".join(self.code(rank) for rank in range(len(self.ranks)))
@@ -63,7 +63,7 @@ def build(plan: Plan, split: Split) -> Program:
 def generate(instructions: tuple[Instruction, ...], rank: int) -> str:
     """Readable Python for one rank. A boundary is dropped after the last instruction that reads it.
 
-        x3  the teacher's boundary after block 3        loss3  the loss of student block 3
+    x3  the teacher's boundary after block 3        loss3  the loss of student block 3
     """
     reads = [_reads(i) for i in instructions]
     lines = [f"def step(rank, batch):  # rank {rank}"]
@@ -72,9 +72,16 @@ def generate(instructions: tuple[Instruction, ...], rank: int) -> str:
         arguments = ", ".join([*([str(instruction.block)] if instruction.block is not None else []), *names])
         call = f"rank.{instruction.op.value}({arguments})"
         lines.append(f"    {result} = {call}" if result else f"    {call}")
-        later = {n for other, n2 in zip(instructions[position + 1:], reads[position + 1:], strict=True)
-                 for n in (*n2, *([_writes(other)] if _writes(other) else []))}
-        dead = [n for n in dict.fromkeys([*names, *([result] if result else [])]) if n not in later and n not in ("None", "batch")]
+        later = {
+            n
+            for other, n2 in zip(instructions[position + 1 :], reads[position + 1 :], strict=True)
+            for n in (*n2, *([_writes(other)] if _writes(other) else []))
+        }
+        dead = [
+            n
+            for n in dict.fromkeys([*names, *([result] if result else [])])
+            if n not in later and n not in ("None", "batch")
+        ]
         if dead and position < len(instructions) - 1:
             lines.append(f"    del {', '.join(dead)}")
     return "\n".join(lines) + "\n"

@@ -56,11 +56,17 @@ def evaluate(loss: Loss, student: Tensor, teacher: Tensor, where: str) -> Tensor
     one per row; `where` names the block.
     """
     if student.shape != teacher.shape:
-        raise LossError(f"{where}: the student's boundary has another shape than the teacher's.",
-                        given=f"student {list(student.shape)}, teacher {list(teacher.shape)}", expected="equal shapes, not broadcastable ones")
+        raise LossError(
+            f"{where}: the student's boundary has another shape than the teacher's.",
+            given=f"student {list(student.shape)}, teacher {list(teacher.shape)}",
+            expected="equal shapes, not broadcastable ones",
+        )
     value = loss(student, teacher)
     if not isinstance(value, Tensor) or value.ndim > 1 or (value.ndim == 1 and len(value) != len(student)):
-        raise LossError(f"{where}: the loss gives neither one value nor one per row.",
-                        given=list(value.shape) if isinstance(value, Tensor) else type(value).__name__,
-                        expected=f"shape [] or [{len(student)}]", do="reduce over every dimension but the first")
+        raise LossError(
+            f"{where}: the loss gives neither one value nor one per row.",
+            given=list(value.shape) if isinstance(value, Tensor) else type(value).__name__,
+            expected=f"shape [] or [{len(student)}]",
+            do="reduce over every dimension but the first",
+        )
     return value.mean()

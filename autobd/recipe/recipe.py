@@ -46,7 +46,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, value, least in (("epochs", self.epochs, 1), ("steps", self.steps, 1)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise InputError(f"Recipe.{name} is no count.", given=repr(value), expected=f"a whole number of at least {least}")
+                raise InputError(
+                    f"Recipe.{name} is no count.", given=repr(value), expected=f"a whole number of at least {least}"
+                )
         for name in ("lr", "clip"):
             given = getattr(self, name)
             for value in given.values() if isinstance(given, Mapping) else [given]:
@@ -63,8 +65,11 @@ class Recipe:
             if isinstance(value, Mapping):
                 unknown = [k for k in value if not isinstance(k, int) or not 0 <= k < blocks]
                 if unknown:
-                    raise InputError(f"Recipe.{name} names a block that does not exist.", given=unknown,
-                                     expected=f"block numbers from 0 to {blocks - 1}")
+                    raise InputError(
+                        f"Recipe.{name} names a block that does not exist.",
+                        given=unknown,
+                        expected=f"block numbers from 0 to {blocks - 1}",
+                    )
                 value = value.get(block, Recipe.__dataclass_fields__[name].default)
             chosen[name] = value
         is_logits = self.logits if self.logits is not None else logits

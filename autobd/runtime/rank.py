@@ -53,7 +53,9 @@ class Rank:
         self.keys_python = bool(split.student.opaque)
         self.recipes = [recipe.for_block(b, len(split), split.logits) for b in range(len(split))]
         named = dict(student.named_parameters())
-        self.parameters = [[named[n] for n in pair.student.parameters if named[n].requires_grad] for pair in split.pairs]
+        self.parameters = [
+            [named[n] for n in pair.student.parameters if named[n].requires_grad] for pair in split.pairs
+        ]
         self.optimizers = [r.make_optimizer(p) for r, p in zip(self.recipes, self.parameters, strict=True)]
         self.normalisers: list[Tensor | None] = [None] * len(split)
         self.losses: list[Tensor] = [torch.zeros(())] * len(split)
@@ -70,7 +72,9 @@ class Rank:
 
     def teacher_forward(self, block: int, inputs: Inputs, boundary: Tensor | None) -> Tensor:
         with torch.no_grad():
-            return self._run(self.teacher_blocks[block], self.split.pairs[block].teacher.inputs, inputs.teacher, boundary)
+            return self._run(
+                self.teacher_blocks[block], self.split.pairs[block].teacher.inputs, inputs.teacher, boundary
+            )
 
     def student_forward(self, block: int, inputs: Inputs, boundary: Tensor | None, target: Tensor) -> Tensor:
         """The loss of the student block on the teacher's boundary, against the teacher's next boundary `target`."""
@@ -82,11 +86,10 @@ class Rank:
             normaliser = self.normalisers[block]
             if normaliser is None:
                 normaliser = self.normalisers[block] = mean_square(target)
-            is_mse = isinstance(recipe.loss, MSE)
-            error = loss.detach() if is_mse else (output.detach() - target).square().mean()
+            error = loss.detach() if isinstance(recipe.loss, MSE) else (output.detach() - target).square().mean()
             self.relative[block] = error / normaliser
             self.teacher_sums[block] = target.sum()
-        if is_mse and recipe.loss.normalised:  # type: ignore[union-attr]
+        if isinstance(recipe.loss, MSE) and recipe.loss.normalised:
             loss = loss / normaliser
         self.losses[block] = loss.detach()
         return loss
@@ -95,8 +98,11 @@ class Rank:
         if self.optimizers[block] is None:
             return
         if not loss.requires_grad:
-            raise LossError(f"{self._where(block)}: the loss does not depend on the student's parameters.",
-                            given="a loss without gradient", expected="a differentiable function of its first argument")
+            raise LossError(
+                f"{self._where(block)}: the loss does not depend on the student's parameters.",
+                given="a loss without gradient",
+                expected="a differentiable function of its first argument",
+            )
         loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self, block: int) -> None:
@@ -123,18 +129,28 @@ class Rank:
 
     def finish_step(self) -> StepLosses:
         """The step's losses. Errors: NonFiniteError naming rank, block, step, and whether the teacher is the cause."""
-        values = torch.stack([t.to(self.device, torch.float64) for t in (*self.losses, *self.relative, *self.norms)]).tolist()
+        values = torch.stack(
+            [t.to(self.device, torch.float64) for t in (*self.losses, *self.relative, *self.norms)]
+        ).tolist()
         blocks = len(self.split)
         for block in range(blocks):
             loss, norm = values[block], values[2 * blocks + block]
             if not all(abs(v) < float("inf") for v in (loss, norm)):
-                cause = "the teacher's boundary" if not torch.isfinite(self.teacher_sums[block]) else \
-                    "the student" if not abs(loss) < float("inf") else "the student's gradient"
-                raise NonFiniteError(f"{self._where(block)}: not a finite number; it began in {cause}.",
-                                     given=f"loss {loss}, gradient norm {norm}", expected="finite values",
-                                     do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN")
+                cause = (
+                    "the teacher's boundary"
+                    if not torch.isfinite(self.teacher_sums[block])
+                    else "the student"
+                    if not abs(loss) < float("inf")
+                    else "the student's gradient"
+                )
+                raise NonFiniteError(
+                    f"{self._where(block)}: not a finite number; it began in {cause}.",
+                    given=f"loss {loss}, gradient norm {norm}",
+                    expected="finite values",
+                    do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN",
+                )
         self.step += 1
-        return StepLosses(tuple(values[:blocks]), tuple(values[blocks: 2 * blocks]))
+        return StepLosses(tuple(values[:blocks]), tuple(values[blocks : 2 * blocks]))
 
     def _run(self, module: Any, takes: tuple[int, ...], inputs: list[Tensor], boundary: Tensor | None) -> Tensor:
         own = [inputs[i] for i in takes]

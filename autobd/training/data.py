@@ -36,14 +36,24 @@ class Batches:
             ordered = isinstance(data, IterableDataset)
             if isinstance(data, Sized) and not len(data):
                 raise InputError("The dataset is empty.", given="0 samples", expected="at least one")
-            data = DataLoader(data, batch_size or _DEFAULT_BATCH, shuffle=None if ordered else True,
-                              generator=None if ordered else generator)
+            data = DataLoader(
+                data,
+                batch_size or _DEFAULT_BATCH,
+                shuffle=None if ordered else True,
+                generator=None if ordered else generator,
+            )
         elif batch_size is not None:
-            raise InputError("batch_size= is for a dataset or a tensor; this data comes in batches already.",
-                             given=f"{type(data).__name__}, batch_size={batch_size}", do="leave batch_size= out")
+            raise InputError(
+                "batch_size= is for a dataset or a tensor; this data comes in batches already.",
+                given=f"{type(data).__name__}, batch_size={batch_size}",
+                do="leave batch_size= out",
+            )
         if not isinstance(data, Iterable) or isinstance(data, (str, bytes, dict)):
-            raise InputError("Nothing to iterate over.", given=type(data).__name__,
-                             expected="a DataLoader, Dataset, tensor or iterable of batches")
+            raise InputError(
+                "Nothing to iterate over.",
+                given=type(data).__name__,
+                expected="a DataLoader, Dataset, tensor or iterable of batches",
+            )
         self.data = data
         self.one_shot = iter(data) is data
         self._started: Iterator[Any] | None = None
@@ -62,7 +72,9 @@ class Batches:
         try:
             batch = next(iterator)
         except StopIteration:
-            raise InputError("The data has no batch.", given=type(self.data).__name__, expected="at least one batch") from None
+            raise InputError(
+                "The data has no batch.", given=type(self.data).__name__, expected="at least one batch"
+            ) from None
         self._started = _chain(batch, iterator)
         return batch
 
@@ -77,9 +89,13 @@ class Batches:
             batches += 1
             yield batch
         if not batches:
-            raise InputError(f"The data has no batch in epoch {number}.", given="an iterator that can be read once" if self.one_shot
-                             else type(self.data).__name__, expected="data that can be read once per epoch",
-                             do="pass a DataLoader, Dataset or list, or epochs=1")
+            kind = "an iterator that can be read once" if self.one_shot else type(self.data).__name__
+            raise InputError(
+                f"The data has no batch in epoch {number}.",
+                given=kind,
+                expected="data that can be read once per epoch",
+                do="pass a DataLoader, Dataset or list, or epochs=1",
+            )
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
@@ -96,8 +112,11 @@ def random_batches(model: nn.Module, example: Any, batch_size: int | None, seed:
     if example is None:
         size = declared_input(model)
         if size is None:
-            raise InputError(f"{type(model).__name__} does not say what inputs it takes.", given="no data and no example",
-                             expected="data, or example= (a tensor, tuple or dict)")
+            raise InputError(
+                f"{type(model).__name__} does not say what inputs it takes.",
+                given="no data and no example",
+                expected="data, or example= (a tensor, tuple or dict)",
+            )
         example = torch.empty(batch_size or _SMOKE_BATCH, *size)
     arguments = Arguments.of(example, model)
 

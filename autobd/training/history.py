@@ -36,8 +36,16 @@ class History:
     def __str__(self) -> str:
         if not self.losses:
             return "no step yet"
-        last = self.relative[-min(10, self.steps):]
-        rows = [[b, f"{self.losses[0][b]:.4g}", f"{self.losses[-1][b]:.4g}", f"{self.relative[0][b]:.4g}",
-                 f"{sum(r[b] for r in last) / len(last):.4g}"] for b in range(len(self.losses[0]))]
+        last = self.relative[-min(10, self.steps) :]
+        rows = [
+            [
+                b,
+                f"{self.losses[0][b]:.4g}",
+                f"{self.losses[-1][b]:.4g}",
+                f"{self.relative[0][b]:.4g}",
+                f"{sum(r[b] for r in last) / len(last):.4g}",
+            ]
+            for b in range(len(self.losses[0]))
+        ]
         text = table(["block", "first loss", "last loss", "first relative", f"relative, last {len(last)} steps"], rows)
         return f"{self.steps} steps, {len(self.epoch_ends)} epochs, {self.seconds:.1f} s\n{text}"

@@ -25,8 +25,9 @@ from .history import History
 ToPair = Callable[[Any], tuple[Arguments, Arguments]]
 
 
-def train(split: Split, program: Program, recipe: Recipe, batches: Batches, to_pair: ToPair, seed: int,
-          progress: bool) -> History:
+def train(
+    split: Split, program: Program, recipe: Recipe, batches: Batches, to_pair: ToPair, seed: int, progress: bool
+) -> History:
     """Train the student of `split` in place, on one rank.
 
     The work is done on a copy: the user's student changes at the end of each epoch and at no other time, so an error or
@@ -49,7 +50,9 @@ def train(split: Split, program: Program, recipe: Recipe, batches: Batches, to_p
         teacher.eval()
         working.train()
         rank = Rank(split, working, recipe, seed)
-        bar = stack.enter_context(tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True))
+        bar = stack.enter_context(
+            tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
+        )
         epochs = recipe.epochs if recipe.steps is None else recipe.steps
         for epoch in range(epochs):
             for batch in batches.epoch(epoch):
@@ -85,9 +88,12 @@ def _copy(student: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(student)
     except Exception as error:
-        raise InputError("The student cannot be copied; it is trained on a copy so that an error leaves yours whole.",
-                         given=f"{type(error).__name__}: {error}", expected="a module that copy.deepcopy accepts",
-                         do="detach tensors that the model keeps as plain attributes") from error
+        raise InputError(
+            "The student cannot be copied; it is trained on a copy so that an error leaves yours whole.",
+            given=f"{type(error).__name__}: {error}",
+            expected="a module that copy.deepcopy accepts",
+            do="detach tensors that the model keeps as plain attributes",
+        ) from error
     finally:
         attributes.restore()
 
@@ -96,11 +102,20 @@ def _check_like(pair: tuple[Arguments, Arguments], split: Split) -> None:
     """A recording holds for the example's shapes (at any batch size) and constants: refuse a batch that differs."""
     for whose, given, captured in zip(("teacher", "student"), pair, (split.teacher, split.student), strict=True):
         example, rows, batch = captured.example, captured.example.rows, given.rows
-        same = len(given.tensors) == len(example.tensors) and given.constants == example.constants and all(
-            a.dtype == b.dtype and a.shape[1:] == b.shape[1:] and (
-                a.shape[:1] == b.shape[:1] or (b.ndim and a.shape[0] == batch and b.shape[0] == rows))
-            for a, b in zip(given.tensors, example.tensors, strict=True))
+        same = (
+            len(given.tensors) == len(example.tensors)
+            and given.constants == example.constants
+            and all(
+                a.dtype == b.dtype
+                and a.shape[1:] == b.shape[1:]
+                and (a.shape[:1] == b.shape[:1] or (b.ndim and a.shape[0] == batch and b.shape[0] == rows))
+                for a, b in zip(given.tensors, example.tensors, strict=True)
+            )
+        )
         if not same or batch < 1:
-            raise InputError(f"A batch does not fit the {whose} as it was recorded.", given=given.describe(),
-                             expected=f"{example.describe()}, with any number of rows",
-                             do="pad or resize every batch alike, or set inputs=(for_teacher, for_student)")
+            raise InputError(
+                f"A batch does not fit the {whose} as it was recorded.",
+                given=given.describe(),
+                expected=f"{example.describe()}, with any number of rows",
+                do="pad or resize every batch alike, or set inputs=(for_teacher, for_student)",
+            )
