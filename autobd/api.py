@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .blocks import Split, Verification, split
-from .blocks.split import check_pair
+from .blocks.pair import check_pair
 from .cluster import Cluster
 from .errors import InputError
 from .graph import Arguments

@@ -1,4 +1,4 @@
-"""Models named on the command line: `timm:NAME`, `torchvision:NAME`, `package.module:callable`, `path/file.py:callable`."""
+"""Models named on the command line: `timm:NAME`, `torchvision:NAME`, `package.module:callable`, `file.py:callable`."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Dataflow:
 
     @cached_property
     def forbidden(self) -> set[int]:
-        """Positions in `order` where no cut may be: shared state, and for a student shared parameters, on both sides."""
+        """Positions in `order` with shared state (for a student: or parameters) on both sides: no cut may be there."""
         touched: dict[object, list[int]] = defaultdict(list)
         calls: dict[object, int] = defaultdict(int)
         for node in self.order:

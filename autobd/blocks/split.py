@@ -16,6 +16,7 @@ from .align import align, matching
 from .carve import Block, carve
 from .cuts import Cut, candidates, named
 from .dataflow import Dataflow
+from .pair import check_devices, check_pair, is_logits, paired_outputs
 from .verify import Verification, verify
 
 
@@ -151,9 +152,9 @@ def split(
         for f, model in zip(given, (teacher, student), strict=True)
     ]
     for model, args in zip((teacher, student), arguments, strict=True):
-        _check_devices(model, args)
+        check_devices(model, args)
     captured = capture(teacher, arguments[0], train=False), capture(student, arguments[1])
-    outputs = _paired_outputs(*captured)
+    outputs = paired_outputs(*captured)
     flows = Dataflow(captured[0], outputs[0], trained=False), Dataflow(captured[1], outputs[1], trained=True)
     chosen = _given_cuts(cuts, flows) if cuts is not None else _found_cuts(flows, blocks)
     teacher_blocks, student_blocks = (carve(flow, [pair[side] for pair in chosen]) for side, flow in enumerate(flows))
@@ -163,7 +164,7 @@ def split(
         pairs,
         tuple(chosen),
         outputs,
-        _is_logits(captured, outputs) if logits is None else logits,
+        is_logits(captured, outputs) if logits is None else logits,
         _notes(captured, pairs),
     )
 
@@ -228,111 +229,6 @@ def _given_cuts(cuts: Sequence[tuple[str, str]], flows: tuple[Dataflow, Dataflow
     return pairs
 
 
-def _paired_outputs(teacher: Captured, student: Captured) -> tuple[str, str]:
-    """Which output of each model the last block pair distils: the first that both name, else the first of each."""
-
-    def floating(captured: Captured) -> dict[str, fx.Node]:
-        return {k: n for k, n in captured.outputs.items() if n.meta.get("dtype") and n.meta["dtype"].is_floating_point}
-
-    mine, theirs = floating(teacher), floating(student)
-    if not mine or not theirs:
-        raise SplitError(
-            "A model returns no floating-point tensor to distil.", given=f"{list(mine)} and {list(theirs)}"
-        )
-    common = [name for name in mine if name in theirs]
-    names = (common[0], common[0]) if common else (next(iter(mine)), next(iter(theirs)))
-    t, s = mine[names[0]], theirs[names[1]]
-    if t.meta["dims"] != s.meta["dims"] or t.meta["dtype"] != s.meta["dtype"]:
-        raise SplitError(
-            "The two models' outputs differ.",
-            given=f"teacher '{names[0]}' {_node(t)}, student '{names[1]}' {_node(s)}",
-            expected="outputs of equal shape (the same number of classes) and dtype",
-            do="build the student with the teacher's number of classes",
-        )
-    if t.meta["dims"][0] != (1, 0):
-        raise SplitError(
-            f"Output '{names[0]}' does not have the batch as its first dimension.",
-            given=_node(t),
-            expected="one row per sample",
-        )
-    return names
-
-
-def check_pair(teacher: nn.Module, student: nn.Module) -> None:
-    """Refuse pairs that cannot be distilled. Errors: InputError."""
-    for name, model in (("teacher", teacher), ("student", student)):
-        if not isinstance(model, nn.Module):
-            raise InputError(f"The {name} is not a model.", given=type(model).__name__, expected="a torch.nn.Module")
-    if teacher is student:
-        raise InputError(
-            "The teacher is the student.",
-            given=type(teacher).__name__,
-            expected="two separate models",
-            do="pass copy.deepcopy(teacher) as the student to train a copy",
-        )
-    shared = {id(p) for p in (*teacher.parameters(), *teacher.buffers())} & {
-        id(p) for p in (*student.parameters(), *student.buffers())
-    }
-    if shared:
-        names = [n for n, p in (*student.named_parameters(), *student.named_buffers()) if id(p) in shared]
-        raise InputError(
-            "The student shares tensors with the teacher: training would change the teacher.",
-            given=f"shared: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}",
-            expected="two models without common modules",
-            do="build the shared part twice, or deepcopy it",
-        )
-    if not any(p.requires_grad for p in student.parameters()):
-        raise InputError(
-            "The student has no trainable parameter.",
-            given=type(student).__name__,
-            expected="at least one parameter with requires_grad=True",
-        )
-    kinds = [
-        ({p.device for p in m.parameters()}, {p.dtype for p in m.parameters() if p.is_floating_point()})
-        for m in (teacher, student)
-    ]
-    for what, a, b in zip(("devices", "dtypes"), *kinds, strict=True):
-        if a and b and a != b:
-            raise InputError(
-                f"Teacher and student are on different {what}.",
-                given=f"teacher {_set(a)}, student {_set(b)}",
-                expected="the same for both",
-                do="move or convert one of them with .to(...)",
-            )
-
-
-def _check_devices(model: nn.Module, arguments: Arguments) -> None:
-    devices = {p.device for p in model.parameters()}
-    wrong = {t.device for t in arguments.tensors} - devices
-    if devices and wrong:
-        raise InputError(
-            "The inputs are not on the model's device.",
-            given=f"inputs on {_set(wrong)}, model on {_set(devices)}",
-            expected="the same device",
-            do="move the model or the batch with .to(...)",
-        )
-
-
-def _is_logits(captured: tuple[Captured, Captured], outputs: tuple[str, str]) -> bool | None:
-    """True for classifiers of timm, torchvision and Hugging Face; None where nothing is known."""
-    return (
-        True
-        if all(_is_classifier(c.model, name, c.outputs[name]) for c, name in zip(captured, outputs, strict=True))
-        else None
-    )
-
-
-def _is_classifier(model: nn.Module, output: str, node: fx.Node) -> bool:
-    if len(node.meta["shape"]) != 2:
-        return False
-    package = type(model).__module__.split(".")[0]
-    if package == "timm":
-        return getattr(model, "num_classes", 0) == node.meta["shape"][1]
-    if package == "torchvision":
-        return type(model).__module__.split(".")[1] == "models" and output == "output"
-    return package == "transformers" and output == "logits" and "Classification" in type(model).__name__
-
-
 def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...]) -> tuple[str, ...]:
     notes = [f"{whose}: {note}" for whose, c in zip(("teacher", "student"), captured, strict=True) for note in c.notes]
     used = {name for pair in pairs for name in pair.student.parameters}
@@ -352,11 +248,3 @@ def _shapes(cuts: list[Cut]) -> str:
 
 def _row(cut: Cut) -> str:
     return f"{shape(('N', *cut.shape))} {str(cut.dtype).removeprefix('torch.')}"
-
-
-def _node(node: fx.Node) -> str:
-    return f"{list(node.meta['shape'])} {str(node.meta['dtype']).removeprefix('torch.')}"
-
-
-def _set(values: set[Any]) -> str:
-    return ", ".join(sorted(str(v).removeprefix("torch.") for v in values))

@@ -22,7 +22,7 @@ _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4}  # relative; half precis
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: of which model, in which mode, and the largest relative difference of outputs, buffers, gradients."""
+    """One comparison: which model and mode, and the largest relative difference of outputs, buffers, gradients."""
 
     model: str
     mode: str

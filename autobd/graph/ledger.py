@@ -146,7 +146,7 @@ class Ledger:
             known = self.nodes.get(id(output))
             unchanged = known is not None and storage_of(output) not in node.meta.get("mutates", ())
             if unchanged or (from_leaf and from_custom_function(output)):
-                # An operation that hands its input back (dropout in eval mode) makes a value of its own in the other mode.
+                # What hands its input back (dropout in eval mode) makes a value of its own in the other mode.
                 output = torch.ops.aten.alias(output)
             self.bind(output, node)
             return output

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`flops` and `random` of everything that ran since `start()`; FLOPs by torch's own formulas (2 per multiply-add)."""
+    """`flops` and `random` of all that ran since `start()`; FLOPs by torch's own formulas (2 per multiply-add)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

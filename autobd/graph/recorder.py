@@ -141,7 +141,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def _run_real(self, original: Any, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The output of a leaf that cannot run on fake tensors: run it once on small real ones, then forget the values."""
+        """The output of a leaf that cannot run on fake tensors: run it once on real ones, then forget the values."""
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             raise error
         buffers = [(b, b.detach().clone()) for b in module.buffers()]

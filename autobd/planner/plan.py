@@ -59,7 +59,7 @@ def plan(split: Split, cluster: Cluster, strategy: str = "auto") -> Plan:
 
     Arguments:
         strategy: "tr", "tr+dpu", "ir", "ahd" and "auto" are one schedule on one rank (each teacher block once, then all
-            students); "dp" and "ls" train block after block and repeat the teacher's prefix for each (Pipe-BD, sec. III).
+            students); "dp" and "ls" train block after block and repeat the teacher's prefix (Pipe-BD, sec. III).
 
     Errors: InputError for an unknown strategy.
     """
