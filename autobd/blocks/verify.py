@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from ..errors import VerifyError
+from ..errors import InputError, VerifyError
 from ..graph import Arguments, Captured
 from ..graph.state import same_randomness, untouched
 from ..tables import table
@@ -81,9 +81,14 @@ def verify(split: Split, rows: int) -> Verification:
                 continue
             with untouched(captured.model), torch.inference_mode(False), torch.enable_grad():
                 captured.model.train(mode == "train")
-                whole = _outcome(
-                    captured, lambda a=arguments, c=captured, o=output: _select(c.model(*a.args, **a.kwargs), o)
-                )
+                try:
+                    whole = _outcome(captured, lambda a=arguments, c=captured, o=output: _whole(c, a, o))
+                except RuntimeError as error:
+                    raise InputError(
+                        f"The {whose} itself fails in {mode} mode, forward or backward: {error}",
+                        given=arguments.describe(),
+                        expected="a model that can be differentiated on the example",
+                    ) from error
             with untouched(captured.model), torch.inference_mode(False), torch.enable_grad():
                 captured.model.train(mode == "train")
                 set_mode(bound, mode == "train")
@@ -92,6 +97,11 @@ def verify(split: Split, rows: int) -> Verification:
     if any(not c.exact for c in checks):
         notes.append("not bit-identical but equal to rounding: the model picks another kernel when it is recorded")
     return Verification(tuple(checks), tuple(notes))
+
+
+def _whole(captured: Captured, arguments: Arguments, output: str) -> Tensor:
+    own = arguments.map(lambda t: t.clone())  # a model may change its input in place
+    return _select(captured.model(*own.args, **own.kwargs), output)
 
 
 def run_blocks(bound: list[fx.GraphModule], blocks: list[Any], arguments: Arguments) -> Tensor:

@@ -1,0 +1,154 @@
+"""Small networks for tests, among them random ones from hypothesis."""
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+CHANNELS, SIZE = 6, 6
+
+
+class Chain(nn.Module):
+    """conv - norm - dropout - activation, the last two in place or not."""
+
+    def __init__(self, channels, norm, inplace, dropout):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels) if norm else nn.Identity()
+        self.act = nn.ReLU(inplace=inplace)
+        self.drop = nn.Dropout(dropout, inplace=inplace)
+
+    def forward(self, x):
+        return self.act(self.drop(self.norm(self.conv(x))))
+
+
+class Residual(nn.Module):
+    """A shortcut added in place or not."""
+
+    def __init__(self, channels, norm, inplace, dropout):
+        super().__init__()
+        self.body = nn.Sequential(Chain(channels, norm, inplace, dropout), nn.Conv2d(channels, channels, 1))
+        self.inplace = inplace
+
+    def forward(self, x):
+        y = self.body(x)
+        if self.inplace:
+            y += x
+            return y.relu_()
+        return (x + y).relu()
+
+
+class Branches(nn.Module):
+    """Two branches, concatenated; functional dropout that reads `self.training`; a root-level scale."""
+
+    def __init__(self, channels, norm, inplace, dropout):
+        super().__init__()
+        half = channels // 2
+        self.left, self.right = nn.Conv2d(channels, half, 3, padding=1), nn.Conv2d(channels, half, 1)
+        self.scale = nn.Parameter(torch.rand(channels, 1, 1) + 0.5)
+        self.register_buffer("shift", torch.randn(channels, 1, 1))
+        self.p, self.inplace = dropout, inplace
+
+    def forward(self, x):
+        y = torch.cat([self.left(x), self.right(functional.relu(x))], 1) * self.scale
+        y = functional.dropout(y, self.p, self.training, self.inplace)
+        y[:, 0] = y[:, 0] * 0.5
+        return y.add_(self.shift) if self.inplace else y + self.shift
+
+
+class Shared(nn.Module):
+    """One convolution and one activation used twice."""
+
+    def __init__(self, channels, norm, inplace, dropout):
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.act(self.conv(self.drop(self.act(self.conv(x)))))
+
+
+class Counted(nn.Module):
+    """Updates its own buffer in place and reads a size."""
+
+    def __init__(self, channels, norm, inplace, dropout):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        n, c, h, w = x.shape
+        return self.conv(x).reshape(n, c, h * w).softmax(-1).view(n, c, h, w) * w
+
+
+class Net(nn.Module):
+    """Stem, random parts, classifier; `x` is changed in place on entry if `inplace`."""
+
+    def __init__(self, parts, inplace):
+        super().__init__()
+        self.inplace = inplace
+        self.stem = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.parts = nn.ModuleList(parts)
+        self.head = nn.Linear(CHANNELS, 4)
+
+    def forward(self, x):
+        x = x.sub_(0.1) if self.inplace else x - 0.1
+        x = self.stem(x)
+        for part in self.parts:
+            x = part(x)
+        return self.head(x.mean((2, 3)))
+
+
+KINDS = [Chain, Residual, Branches, Shared, Counted]
+
+
+@st.composite
+def networks(draw, least=1, most=4, repeats=True):
+    """Random networks with equal boundaries; with `repeats` a part may come twice."""
+    seed = draw(st.integers(0, 2**16))
+    torch.manual_seed(seed)
+    options = st.tuples(st.sampled_from(KINDS), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.3]))
+    chosen = draw(st.lists(options, min_size=least, max_size=most))
+    parts = [kind(CHANNELS, norm, inplace, dropout) for kind, norm, inplace, dropout in chosen]
+    for i in draw(st.lists(st.integers(0, len(parts) - 1), max_size=1 if repeats else 0)):
+        parts.append(parts[i])
+    return Net(parts, draw(st.booleans()))
+
+
+def images(rows=4):
+    return torch.randn(rows, 3, SIZE, SIZE)
+
+
+def mlp(width, blocks=3, seed=0, dropout=0.0, features=6):
+    """A Sequential of `blocks` Sequential blocks with boundaries of `features`."""
+    torch.manual_seed(seed)
+
+    def block():
+        return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, features))
+
+    return nn.Sequential(*(block() for _ in range(blocks)))
+
+
+def fingerprint(model):
+    """Everything of a model that a caller could miss if it changed."""
+    tensors = {
+        n: (id(t), t.detach().clone(), t.requires_grad) for n, t in [*model.named_parameters(), *model.named_buffers()]
+    }
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    attributes = {
+        path: {k: (id(v), len(v) if isinstance(v, (dict, list, set)) else None) for k, v in vars(m).items()}
+        for path, m in model.named_modules()
+    }
+    return tensors, grads, attributes, [m.training for m in model.modules()], list(model.state_dict())
+
+
+def assert_same(before, after):
+    for name, (identity, value, requires_grad) in before[0].items():
+        assert after[0][name][0] == identity, name
+        assert torch.equal(after[0][name][1], value), name
+        assert after[0][name][2] == requires_grad, name
+    for name, grad in before[1].items():
+        assert after[1][name] is grad, name
+    assert before[2] == after[2]
+    assert before[3:] == after[3:]
