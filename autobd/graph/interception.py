@@ -29,7 +29,7 @@ def intercepted_calls(recorder: Recorder) -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not recorder.ledger.inside_leaf and threading.get_ident() == recorder.thread:
             raise Opaque(f"calls the custom autograd function {cls.__name__}")
-        return original_apply.__func__(cls, *args, **kwargs)
+        return original_apply.__get__(None, cls)(*args, **kwargs)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     function_class.apply = classmethod(apply)

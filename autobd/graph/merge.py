@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from torch import fx
@@ -76,21 +77,16 @@ class Merger:
 
     def _align(self) -> None:
         reference = self.aligned[0]
-        for recording, what in zip(
-            self.recordings[1:], ("batch sizes", "train and eval mode", "train and eval mode"), strict=False
-        ):
+        differences = ("batch sizes", "train and eval mode", "train and eval mode")
+        for recording, what in zip(self.recordings[1:], differences, strict=False):
             nodes = list(recording.graph.nodes)
-            for a, b in zip(reference, nodes, strict=False):
-                if _kind(a) != _kind(b):
-                    self._align_by_subsequence(nodes, _shared_path(a, b), what)
-                    break
-            else:
-                if len(nodes) != len(reference):
-                    longer = nodes if len(nodes) > len(reference) else reference
-                    extra = longer[min(len(nodes), len(reference))]
-                    self._align_by_subsequence(nodes, _owner(extra), what)
-                else:
-                    self.aligned.append(nodes)
+            kinds = [[_kind(n) for n in side] for side in (reference, nodes)]
+            if kinds[0] == kinds[1]:
+                self.aligned.append(nodes)
+                continue
+            first = next((i for i, (a, b) in enumerate(zip(*kinds, strict=False)) if a != b), min(map(len, kinds)))
+            around = [reference[first - 1], *(side[first] for side in (reference, nodes) if first < len(side))]
+            self._align_by_subsequence(nodes, _blamed([_owner(n) for n in around]), what)
 
     def _align_by_subsequence(self, nodes: list[fx.Node], path: str, what: str) -> None:
         """Auxiliary heads: every node of the eval graph occurs, in order, in the train graph, which has more."""
@@ -244,14 +240,16 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and (bool(a == b) or (a != a and b != b)))
 
 
-def _shared_path(a: fx.Node, b: fx.Node) -> str:
-    """The path of the innermost module that holds both nodes."""
-    shared = []
-    for x, y in zip(_owner(a).split("."), _owner(b).split("."), strict=False):
-        if x != y:
-            break
-        shared.append(x)
-    return ".".join(shared)
+def _blamed(owners: list[str]) -> str:
+    """The module to keep whole where recordings part, of the owners of the nodes there: the innermost that holds two
+    of them, since one recording then left it earlier than the other."""
+    return max((_shared(a, b) for i, a in enumerate(owners) for b in owners[i + 1 :]), key=len, default="")
+
+
+def _shared(a: str, b: str) -> str:
+    """The path of the innermost module that holds both."""
+    pairs = zip(a.split("."), b.split("."), strict=False)
+    return ".".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _owner(node: fx.Node) -> str:

@@ -20,7 +20,8 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops, self.random = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # operators of a scripted function are not recorded one by one
+            output = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=output))

@@ -28,7 +28,7 @@ from .ledger import Ledger, storage_of
 from .nested import has_tensor, map_tensors, tensors_in
 from .observer import OperatorObserver
 from .origin import Opaque, explain, user_line
-from .state import Attributes, python_randomness, same_randomness
+from .state import Attributes, python_randomness, same_python_randomness, same_randomness
 
 
 @dataclass
@@ -98,9 +98,10 @@ class Recorder(TorchFunctionMode):
         mark, random_before, caller = self.ledger.mark(), python_randomness(), self.ledger.owner
         self.ledger.owner = path
         try:
-            output = original(module, *args, **kwargs)
-            if random_before != python_randomness():
-                raise Opaque("draws from Python's or NumPy's random generator")
+            with same_python_randomness():  # what a module draws is not drawn by the modules around it
+                output = original(module, *args, **kwargs)
+                if random_before != python_randomness():
+                    raise Opaque("draws from Python's or NumPy's random generator")
             self._check_exit(module, output)
         except Exception as error:
             self.ledger.roll_back(*mark)
@@ -128,7 +129,8 @@ class Recorder(TorchFunctionMode):
         self.observer.start()
         self.ledger.inside_leaf += 1
         try:
-            output = original(module, *args, **kwargs)
+            with same_python_randomness():
+                output = original(module, *args, **kwargs)
         except Exception as error:
             output = self._run_real(original, module, args, kwargs, error)
         finally:

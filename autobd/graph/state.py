@@ -87,12 +87,18 @@ def untouched(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def same_randomness(*models: nn.Module) -> Iterator[None]:
     """Put the generators of torch, Python and NumPy back where they were on leaving."""
+    with same_python_randomness(), torch.random.fork_rng(devices=cuda_devices(*models)):
+        yield
+
+
+@contextmanager
+def same_python_randomness() -> Iterator[None]:
+    """Put Python's and NumPy's global generators back where they were on leaving."""
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=cuda_devices(*models)):
-            yield
+        yield
     finally:
         random.setstate(python)
         if numpy is not None and numpy_state is not None:

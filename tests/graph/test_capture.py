@@ -1,0 +1,184 @@
+"""`capture`: inputs and outputs of every kind, the user's own submodules, and a model that comes back untouched."""
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import autobd
+from autobd.errors import InputError
+from tests.models import Branches, Net, Residual, assert_same, fingerprint, images
+
+Pair = namedtuple("Pair", ["logits", "hidden"])
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: tuple = ()
+    loss: torch.Tensor | None = None
+
+
+class Flexible(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.embed, self.head, self.make = nn.Linear(4, 8), nn.Linear(8, 2), make
+
+    def forward(self, x, mask=None, *, scale=1.0, extra=None):
+        h = self.embed(x if not isinstance(x, dict) else x["a"] + x["b"][0])
+        if mask is not None:
+            h = h * mask
+        if extra is not None:
+            h = h + extra
+        return self.make(self.head(h) * scale, h)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        torch.randn(3, 4),
+        (torch.randn(3, 4), torch.ones(3, 1)),
+        {"x": torch.randn(3, 4), "scale": 2.0},
+        {"x": torch.randn(3, 4), "mask": torch.ones(3, 1), "extra": torch.tensor(0.5)},
+        ({"a": torch.randn(3, 4), "b": [torch.randn(3, 4)]},),
+    ],
+    ids=["tensor", "tuple", "keywords", "keywords with a scalar tensor", "nested"],
+)
+def test_inputs_of_every_kind(example):
+    model = Flexible(lambda y, h: y)
+    captured = autobd.capture(model, example)
+    arguments = captured.example
+    assert torch.equal(captured.module(*arguments.tensors), model(*arguments.args, **arguments.kwargs))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda y, h: y, ["output"]),
+        (lambda y, h: (y, [h]), ["0", "1.0"]),
+        (lambda y, h: {"logits": y, "all": (h, y)}, ["logits", "all.0", "all.1"]),
+        (Pair, ["0", "1"]),
+        (lambda y, h: Output(y, (h,)), ["logits", "hidden.0"]),
+    ],
+    ids=["tensor", "tuple", "dict", "namedtuple", "dataclass"],
+)
+def test_outputs_of_every_kind_come_back_in_their_own_type(make, names):
+    model = Flexible(make)
+    captured = autobd.capture(model, torch.randn(3, 4))
+    assert list(captured.outputs) == names
+    x = torch.randn(5, 4)
+    expected, got = model(x), captured.module(x)
+    assert type(got) is type(expected)
+    flat = [torch.utils._pytree.tree_leaves(vars(o) if dataclasses.is_dataclass(o) else o) for o in (expected, got)]
+    assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True) if isinstance(a, torch.Tensor))
+
+
+def test_graph_holds_the_users_own_submodules_and_parameters():
+    model = Net([Residual(6, True, True, 0.1), Branches(6, False, True, 0.1)], False)
+    captured = autobd.capture(model, images())
+    for node in captured.graph.nodes:
+        if node.op == "call_module":
+            assert captured.module.get_submodule(node.target) is model.get_submodule(node.target)
+    assert {id(p) for p in captured.module.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_nodes_know_shape_dtype_flops_and_parameter_bytes():
+    captured = autobd.capture(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(128, 5)), images(4))
+    nodes = {n.name: n for n in captured.graph.nodes}
+    conv, linear = (n for name, n in nodes.items() if n.op == "call_module" and n.meta["flops"])
+    assert conv.meta["shape"] == (4, 8, 4, 4)
+    assert conv.meta["dims"] == ((1, 0), (0, 8), (0, 4), (0, 4))
+    assert conv.meta["dtype"] is torch.float32
+    assert conv.meta["flops"] == 2 * 4 * 8 * 4 * 4 * 27
+    assert conv.meta["parameter_bytes"] == 4 * 8 * 27
+    assert linear.meta["flops"] == 2 * 4 * 128 * 5
+    assert captured.flops == conv.meta["flops"] + linear.meta["flops"]
+
+
+def test_flops_agree_with_torchs_own_counter():
+    from torch.utils.flop_counter import FlopCounterMode
+    from torchvision.models import resnet18
+
+    model = resnet18().eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randn(2, 3, 64, 64))
+    assert autobd.capture(model, torch.randn(2, 3, 64, 64)).flops == counter.get_total_flops()
+
+
+class Caching(nn.Module):
+    """Fills a cache and a list of hooks on its first call, as LeViT and transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.proj = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+        self.cache = {}
+
+    def forward(self, x):
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.bias * 2
+        return self.proj(x) + self.cache["bias"]
+
+
+def test_the_model_comes_back_untouched():
+    model = nn.Sequential(Net([Residual(6, True, True, 0.1)], True), nn.Sequential(Caching(), nn.BatchNorm1d(4)))
+    model[0].parts[0].eval()
+    model[0].stem.requires_grad_(False)
+    model[1][1].weight.grad = torch.ones(4)
+    example = images()
+    before, rng = fingerprint(model), torch.get_rng_state()
+    captured = autobd.capture(model, example)
+    assert_same(before, fingerprint(model))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert not captured.opaque
+    assert nn.Module.__call__.__qualname__.startswith("Module.")
+
+
+def test_a_failed_capture_leaves_the_model_untouched_too():
+    class Broken(Caching):
+        def forward(self, x):
+            super().forward(x)
+            raise ValueError("no such input")
+
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Broken()))
+    before = fingerprint(model)
+    with pytest.raises(autobd.errors.CaptureError, match="no such input"):
+        autobd.capture(model, torch.randn(3, 4))
+    assert_same(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.DataParallel(nn.DataParallel(m)), torch.compile])
+def test_wrapped_models_are_unwrapped(wrap):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    assert autobd.capture(wrap(model), torch.randn(3, 4)).model is model
+
+
+def test_auxiliary_heads_use_the_eval_graph_and_say_so():
+    from torchvision.models import googlenet
+
+    captured = autobd.capture(googlenet(num_classes=5, init_weights=False), torch.randn(2, 3, 64, 64))
+    assert not captured.same_in_train
+    assert "aux1" in captured.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "message"),
+    [
+        (nn.LazyLinear(3), torch.randn(2, 4), "has no shape yet"),
+        (nn.Sequential(nn.Linear(4, 4)), "text", "cannot be passed to a model"),
+        (nn.Sequential(nn.Linear(4, 4)), torch.randn(0, 4), "no rows"),
+        (nn.Sequential(nn.Linear(4, 4)), torch.tensor(1.0), "no tensor with a batch dimension"),
+        ("model", torch.randn(2, 4), "Not a model"),
+    ],
+)
+def test_input_that_cannot_be_captured(model, example, message):
+    with pytest.raises(InputError, match=message):
+        autobd.capture(model, example)
+
+
+def test_captures_inside_inference_mode_and_no_grad():
+    for context in (torch.inference_mode(), torch.no_grad()):
+        with context:
+            captured = autobd.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4))
+        assert captured.module(torch.randn(2, 4)).requires_grad
