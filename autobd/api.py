@@ -106,7 +106,7 @@ def distill(
             warnings.warn(notes[-1], stacklevel=2)
         batches = Batches(data, batch_size, seed)
         first = to_pair(batches.first() if example is None else example)
-        pair_example = tuple(a.map(lambda t: t.to(home)) for a in first)
+        pair_example = tuple(a.on(home) for a in first)
         found = split(
             teacher,
             student,

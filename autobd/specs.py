@@ -113,7 +113,10 @@ def _call(function: Any, kwargs: dict[str, Any], spec: str) -> Any:
     try:
         return function(**kwargs)
     except TypeError as error:
-        known = ", ".join(inspect.signature(function).parameters) if callable(function) else ""
+        try:
+            known = ", ".join(inspect.signature(function).parameters)
+        except ValueError:
+            known = "unknown"
         raise InputError(
             f"'{spec}' cannot be called with these arguments: {error}", given=kwargs, expected=f"among: {known}"
         ) from error

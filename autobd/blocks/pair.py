@@ -33,6 +33,14 @@ def check_pair(teacher: nn.Module, student: nn.Module) -> None:
             expected="two models without common modules",
             do="build the shared part twice, or deepcopy it",
         )
+    for name, model in (("teacher", teacher), ("student", student)):
+        if any(t.is_inference() for t in (*model.parameters(), *model.buffers())):
+            raise InputError(
+                f"The {name} was made inside torch.inference_mode(): its tensors cannot take part in training.",
+                given=type(model).__name__,
+                expected="ordinary tensors",
+                do="build or load the model outside of inference_mode",
+            )
     if not any(p.requires_grad for p in student.parameters()):
         raise InputError(
             "The student has no trainable parameter.",

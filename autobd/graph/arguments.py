@@ -88,6 +88,10 @@ class Arguments:
         args, kwargs = pytree.tree_map_only(Tensor, function, (self.args, self.kwargs))
         return Arguments(args, kwargs)
 
+    def on(self, device: torch.device) -> Arguments:
+        """The same on `device`, as ordinary tensors also where they were made in inference mode."""
+        return self.map(lambda t: t.clone().to(device) if t.is_inference() else t.to(device))
+
     def resized(self, rows: int) -> Arguments:
         """Empty tensors of the same kind with `rows` rows; tensors without the batch dimension keep their shape."""
         batch = self.rows

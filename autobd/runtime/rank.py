@@ -61,13 +61,13 @@ class Rank:
         self.losses: list[Tensor] = [torch.zeros(())] * len(split)
         self.relative: list[Tensor] = [torch.zeros(())] * len(split)
         self.norms: list[Tensor] = [torch.zeros(())] * len(split)
-        self.teacher_sums: list[Tensor] = [torch.zeros(())] * len(split)
+        self.teacher_norms: list[Tensor] = [torch.zeros(())] * len(split)
 
     # ---------------------------------------------------------------- instructions
 
     def load(self, batch: tuple[Arguments, Arguments]) -> Inputs:
         """The batch's tensors, teacher's and student's, on this rank's device."""
-        teacher, student = ([t.to(self.device) for t in a.tensors] for a in batch)
+        teacher, student = (a.on(self.device).tensors for a in batch)
         return Inputs(teacher, student)
 
     def teacher_forward(self, block: int, inputs: Inputs, boundary: Tensor | None) -> Tensor:
@@ -88,7 +88,7 @@ class Rank:
                 normaliser = self.normalisers[block] = mean_square(target)
             error = loss.detach() if isinstance(recipe.loss, MSE) else (output.detach() - target).square().mean()
             self.relative[block] = error / normaliser
-            self.teacher_sums[block] = target.sum()
+            self.teacher_norms[block] = torch.linalg.vector_norm(target)
         if isinstance(recipe.loss, MSE) and recipe.loss.normalised:
             loss = loss / normaliser
         self.losses[block] = loss.detach()
@@ -138,7 +138,7 @@ class Rank:
             if not all(abs(v) < float("inf") for v in (loss, norm)):
                 cause = (
                     "the teacher's boundary"
-                    if not torch.isfinite(self.teacher_sums[block])
+                    if not torch.isfinite(self.teacher_norms[block])
                     else "the student"
                     if not abs(loss) < float("inf")
                     else "the student's gradient"

@@ -1,0 +1,131 @@
+"""The command line and its model specs, run as a user runs them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autobd.cli import main
+from autobd.errors import InputError, SpecError
+from autobd.specs import load_model
+
+MODELS = """
+import torch
+from torch import nn
+
+def net(width=8, name="x"):
+    block = lambda i, o: nn.Sequential(nn.Linear(i, width), nn.ReLU(), nn.Linear(width, o))
+    return nn.Sequential(block(6, 6), block(6, 6))
+
+def data():
+    return [torch.randn(4, 6) for _ in range(3)]
+
+number = 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path):
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    return str(path)
+
+
+def test_specs_of_every_form(models):
+    assert load_model(f"{models}:net,width=3")[0][0].out_features == 3
+    assert load_model("timm:resnet10t,num_classes=7").num_classes == 7
+    assert load_model("torchvision:resnet18,num_classes=7").fc.out_features == 7
+    assert isinstance(load_model("torch.nn:Linear,in_features=2,out_features=3"), torch.nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("timm:resnet1O", "perhaps resnet"),
+        ("torchvision:resnet17", "perhaps resnet18"),
+        ("resnet18", "Not a model spec"),
+        ("no.such.module:net", "no module 'no.such.module'"),
+        ("torch.nn:Lineer", "perhaps Linear"),
+        ("models.py:net", "There is no file"),
+        ("torch.nn:Linear,3", "not key=value"),
+        ("torch:zeros,size=(3,)", "does not make a model"),
+    ],
+)
+def test_wrong_specs_name_the_nearest_matches(spec, message):
+    with pytest.raises(SpecError, match=message):
+        load_model(spec)
+
+
+def test_wrong_arguments_of_a_spec(models):
+    with pytest.raises(InputError, match=r"widht[\s\S]*among: width, name"):
+        load_model(f"{models}:net,widht=3")
+    with pytest.raises(SpecError, match="cannot be called"):
+        load_model(f"{models}:number")
+
+
+def test_inspect_prints_the_block_table(models, capsys):
+    assert main(["inspect", f"{models}:net,width=32", f"{models}:net", "--input", "6", "--cut", "0=0", "--verify"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 blocks" in printed
+    assert "identical" in printed
+    assert main(["inspect", "torchvision:resnet18", "torchvision:resnet18", "--blocks", "3"]) == 0
+    assert "N x 1000" in capsys.readouterr().out
+
+
+def test_distill_trains_and_writes_the_student(models, capsys, tmp_path):
+    out = tmp_path / "student.pt"
+    command = [
+        "distill",
+        f"{models}:net,width=32",
+        f"{models}:net",
+        "--data",
+        f"{models}:data",
+        "--epochs",
+        "2",
+        "--quiet",
+    ]
+    assert main([*command, "--output", str(out)]) == 0
+    assert "6 steps, 2 epochs" in capsys.readouterr().out
+    load_model(f"{models}:net").load_state_dict(torch.load(out, weights_only=True))
+
+
+def test_an_error_is_one_message_and_status_1(models, capsys):
+    assert main(["inspect", "timm:nothing", f"{models}:net"]) == 1
+    assert capsys.readouterr().err.startswith("autobd: timm has no model 'nothing'.")
+    assert main(["inspect", f"{models}:net", f"{models}:net"]) == 1
+    assert "--input" in capsys.readouterr().err
+
+
+def test_python_dash_m_and_version():
+    done = subprocess.run([sys.executable, "-m", "autobd", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("autobd 0.")
+
+
+def test_importing_autobd_loads_no_model_library():
+    code = "import sys, autobd; print(sorted({'timm', 'torchvision', 'transformers', 'sklearn'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_progress_is_silent_when_asked(models, capsys):
+    import autobd
+
+    autobd.distill(load_model(f"{models}:net"), load_model(f"{models}:net"), torch.randn(8, 6), progress=False)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    autobd.distill(load_model(f"{models}:net"), load_model(f"{models}:net"), torch.randn(8, 6))
+    assert "relative loss" in capsys.readouterr().err
+
+
+def test_demo_prints_tables_and_beats_an_untrained_student(capsys, monkeypatch):
+    from autobd import demo
+
+    for name, epochs in (("TEACHER_EPOCHS", 2), ("BLOCKWISE_EPOCHS", 2), ("FINISH_EPOCHS", 1)):
+        monkeypatch.setattr(demo, name, epochs)
+    done = demo.run(progress=False)
+    printed = capsys.readouterr().out
+    for name in ("teacher", "student, untrained", "student, assembled", "student, finished end to end", "scratch"):
+        assert name in printed
+    assert done.accuracy["student, finished end to end"] > done.accuracy["student, untrained"] + 0.3
+    assert done.passes["same student from scratch"] == done.passes["student, finished end to end"] == 3

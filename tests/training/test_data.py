@@ -1,0 +1,121 @@
+"""`distill` takes data of every kind, whole batches only, and says what it cannot use."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import autobd
+from autobd.errors import InputError
+from tests.models import mlp
+
+SAMPLES = torch.randn(10, 6)
+LABELS = torch.randint(0, 3, (10,))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(SAMPLES)
+
+
+def run(data, **kwargs):
+    return autobd.distill(mlp(16), mlp(4, seed=1), data, cuts=[("0", "0")], progress=False, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("data", "kwargs", "steps"),
+    [
+        (DataLoader(TensorDataset(SAMPLES, LABELS), 4, shuffle=True), {}, 3),
+        (TensorDataset(SAMPLES, LABELS), {"batch_size": 4}, 3),
+        (TensorDataset(SAMPLES), {}, 1),
+        (Stream(), {"batch_size": 3}, 4),
+        (SAMPLES, {"batch_size": 5}, 2),
+        ([SAMPLES, SAMPLES[:1]], {}, 2),
+        ([(SAMPLES, LABELS)], {"epochs": 3}, 3),
+        ([{"input": SAMPLES, "labels": LABELS}], {}, 1),
+        ((SAMPLES[i : i + 2] for i in range(0, 10, 2)), {}, 5),
+        (SAMPLES, {"recipe": autobd.Recipe(steps=7), "batch_size": 5}, 7),
+    ],
+    ids=[
+        "loader",
+        "dataset",
+        "default batch",
+        "iterable dataset",
+        "tensor",
+        "list",
+        "targets",
+        "dict",
+        "generator",
+        "steps",
+    ],
+)
+def test_data_of_every_kind(data, kwargs, steps):
+    assert run(data, **kwargs).history.steps == steps
+
+
+def test_the_order_of_a_dataset_follows_the_seed():
+    losses = [run(SAMPLES, batch_size=2, seed=s).history.losses for s in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_each_model_gets_its_own_inputs():
+    class Two(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.blocks = mlp(width)
+
+        def forward(self, x, y):
+            return self.blocks(x + y)
+
+    batches = [{"left": SAMPLES, "right": SAMPLES, "other": SAMPLES * 2}]
+    inputs = (lambda b: (b["left"], b["right"]), lambda b: {"x": b["other"], "y": b["left"] * 0})
+    result = autobd.distill(Two(16), Two(4), batches, inputs=inputs, progress=False)
+    assert result.history.steps == 1
+    both = autobd.distill(Two(16), Two(4), [(SAMPLES, SAMPLES, LABELS)], progress=False)
+    assert len(both.split.student.example.tensors) == 2
+
+
+def test_no_data_is_a_smoke_run_and_says_so():
+    with pytest.warns(UserWarning, match="smoke run"):
+        result = run(None, example=torch.randn(4, 6))
+    assert "smoke run" in str(result)
+    with pytest.raises(InputError, match="does not say what inputs it takes"):
+        run(None)
+
+
+def test_models_of_timm_and_torchvision_declare_their_input():
+    import timm
+    from torchvision.models import inception_v3, resnet18
+
+    from autobd.training import declared_input
+
+    assert declared_input(timm.create_model("resnet10t")) == (3, 176, 176)
+    assert declared_input(resnet18()) == (3, 224, 224)
+    assert declared_input(inception_v3(init_weights=False)) == (3, 299, 299)
+    assert declared_input(mlp(4)) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "kwargs", "message"),
+    [
+        ([], {}, "no batch"),
+        (TensorDataset(SAMPLES[:0]), {}, "dataset is empty"),
+        (iter([SAMPLES]), {"epochs": 2}, "no batch in epoch 1"),
+        (3, {}, "Nothing to iterate over"),
+        ("digits", {}, "Nothing to iterate over"),
+        ([SAMPLES], {"batch_size": 4}, "comes in batches already"),
+        ([SAMPLES, torch.randn(4, 5)], {}, "does not fit the teacher"),
+        ([SAMPLES, SAMPLES.double()], {}, "does not fit the teacher"),
+        ([SAMPLES, {"nothing": SAMPLES}], {}, "no tensor with a batch dimension"),
+        ([()], {}, "batch is empty"),
+        ([SAMPLES], {"inputs": 3}, "inputs= is not a pair"),
+        ([SAMPLES], {"epochs": 0}, "epochs is no count"),
+        ([SAMPLES], {"strategy": "trdpu"}, "No such strategy"),
+        ([SAMPLES], {"devices": 2}, "one rank"),
+        ([SAMPLES], {"devices": "cuda:0"}, "another device"),
+        ([SAMPLES], {"devices": "gpu"}, "No such device"),
+    ],
+)
+def test_data_and_options_that_cannot_be_used(data, kwargs, message):
+    with pytest.raises(InputError, match=message):
+        run(data, **kwargs)

@@ -1,0 +1,67 @@
+"""The pairs a newcomer tries first: each is verified bit for bit and trains."""
+
+import pytest
+import torch
+from torch import nn
+
+import autobd
+
+
+def separable(module):
+    """Every 3 x 3 convolution replaced by a depthwise-separable one, in place."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Conv2d) and child.kernel_size == (3, 3):
+            depthwise = nn.Conv2d(
+                child.in_channels, child.in_channels, 3, child.stride, 1, groups=child.in_channels, bias=False
+            )
+            setattr(
+                module, name, nn.Sequential(depthwise, nn.Conv2d(child.in_channels, child.out_channels, 1, bias=False))
+            )
+        else:
+            separable(child)
+    return module
+
+
+def resnets():
+    from torchvision.models import resnet18
+
+    return resnet18(num_classes=10), separable(resnet18(num_classes=10)), [torch.randn(4, 3, 64, 64) for _ in range(3)]
+
+
+def vision_transformers():
+    import timm
+
+    def make(depth):
+        return timm.create_model("vit_tiny_patch16_224", img_size=64, depth=depth, num_classes=10)
+
+    return make(12), make(6), [torch.randn(4, 3, 64, 64) for _ in range(3)]
+
+
+def berts():
+    from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
+
+    teacher = BertModel(
+        BertConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, intermediate_size=64, num_hidden_layers=6)
+    )
+    student = DistilBertModel(DistilBertConfig(vocab_size=99, dim=32, n_heads=2, hidden_dim=64, n_layers=3))
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [9], [12]])).long()
+    batches = [
+        {"input_ids": torch.randint(0, 99, (4, 12)), "token_type_ids": torch.zeros(4, 12).long(), "attention_mask": mask,
+         "labels": torch.zeros(4)}
+        for _ in range(3)
+    ]  # fmt: skip
+    return teacher, student, batches
+
+
+@pytest.mark.parametrize(("make", "blocks"), [(resnets, 6), (vision_transformers, 6), (berts, 3)])
+def test_pair_is_exact_and_trains(make, blocks):
+    teacher, student, batches = make()
+    keys = list(student.state_dict())
+    result = autobd.distill(teacher, student, batches * 4, progress=False)
+    assert len(result.split) >= blocks
+    assert result.verification
+    assert result.verification.exact, str(result.verification)
+    assert result.student is student
+    assert list(student.state_dict()) == keys
+    first, last = result.history.relative[0], result.history.relative[-1]
+    assert all(b < a for a, b in zip(first, last, strict=True))
