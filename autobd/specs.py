@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +35,8 @@ def load_model(spec: str) -> nn.Module:
 def load(spec: str) -> Any:
     """What the callable that `spec` names returns, called with the spec's arguments. Errors: SpecError."""
     source, colon, rest = spec.partition(":")
-    name, *pairs = rest.split(",")
+    name, _, arguments = rest.partition(",")
+    pairs = re.split(r",(?=[^\W\d]\w*=)", arguments) if arguments else []  # commas inside a value stay
     if not colon or not source or not name:
         raise SpecError("Not a model spec.", given=repr(spec), expected=FORMS)
     kwargs = dict(_argument(pair, spec) for pair in pairs)

@@ -36,7 +36,8 @@ def test_specs_of_every_form(models):
     assert load_model(f"{models}:net,width=3")[0][0].out_features == 3
     assert load_model("timm:resnet10t,num_classes=7").num_classes == 7
     assert load_model("torchvision:resnet18,num_classes=7").fc.out_features == 7
-    assert isinstance(load_model("torch.nn:Linear,in_features=2,out_features=3"), torch.nn.Linear)
+    conv = load_model("torch.nn:Conv2d,in_channels=2,out_channels=3,kernel_size=(3,5),padding_mode=zeros")
+    assert conv.kernel_size == (3, 5)
 
 
 @pytest.mark.parametrize(

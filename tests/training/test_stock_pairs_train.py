@@ -11,12 +11,9 @@ def separable(module):
     """Every 3 x 3 convolution replaced by a depthwise-separable one, in place."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Conv2d) and child.kernel_size == (3, 3):
-            depthwise = nn.Conv2d(
-                child.in_channels, child.in_channels, 3, child.stride, 1, groups=child.in_channels, bias=False
-            )
-            setattr(
-                module, name, nn.Sequential(depthwise, nn.Conv2d(child.in_channels, child.out_channels, 1, bias=False))
-            )
+            i, o = child.in_channels, child.out_channels
+            depthwise = nn.Conv2d(i, i, 3, child.stride, 1, groups=i, bias=False)
+            setattr(module, name, nn.Sequential(depthwise, nn.Conv2d(i, o, 1, bias=False)))
         else:
             separable(child)
     return module
@@ -40,16 +37,12 @@ def vision_transformers():
 def berts():
     from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
 
-    teacher = BertModel(
-        BertConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, intermediate_size=64, num_hidden_layers=6)
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 6}
+    teacher = BertModel(BertConfig(vocab_size=99, **sizes))
     student = DistilBertModel(DistilBertConfig(vocab_size=99, dim=32, n_heads=2, hidden_dim=64, n_layers=3))
     mask = (torch.arange(12) < torch.tensor([[12], [7], [9], [12]])).long()
-    batches = [
-        {"input_ids": torch.randint(0, 99, (4, 12)), "token_type_ids": torch.zeros(4, 12).long(), "attention_mask": mask,
-         "labels": torch.zeros(4)}
-        for _ in range(3)
-    ]  # fmt: skip
+    fixed = {"token_type_ids": torch.zeros(4, 12).long(), "attention_mask": mask, "labels": torch.zeros(4)}
+    batches = [{"input_ids": torch.randint(0, 99, (4, 12)), **fixed} for _ in range(3)]
     return teacher, student, batches
 
 
