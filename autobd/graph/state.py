@@ -35,22 +35,26 @@ class Attributes:
                     (value.extend if isinstance(value, list) else value.update)(contents)
 
     def rewritten(self, module: nn.Module) -> list[str]:
-        """Attributes and buffers of `module` that were bound to another value; a filled cache (dict, list) is not."""
+        """Attributes and buffers of `module` that were bound to another value, and lists that changed; a dict that
+        gained keys is a filled cache, and is not named."""
         saved = self._saved.get(module)
         if saved is None:
             return []
         names = []
         for name, value in module.__dict__.items():
-            if name == "_buffers":
-                before = saved[name][1] or {}
-                names += [k for k, v in value.items() if before.get(k) is not v]
-            elif name not in saved:
+            before, contents = saved.get(name, (None, None))
+            if name not in saved or (value is not before and not _equal_primitives(value, before)):
                 names.append(name)
-            elif value is not saved[name][0]:
-                old = saved[name][0]
-                if not (isinstance(old, PRIMITIVES) and type(old) is type(value) and old == value):
-                    names.append(name)
+            elif isinstance(value, dict):
+                changed = [str(k) for k, v in value.items() if k in contents and contents[k] is not v]
+                names += changed if name == "_buffers" else [name] * bool(changed)
+            elif contents is not None and not _same(value, contents):
+                names.append(name)
         return names
+
+
+def _equal_primitives(a: Any, b: Any) -> bool:
+    return isinstance(a, PRIMITIVES) and type(a) is type(b) and a == b
 
 
 def _copied(value: Any) -> Any:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..blocks import Split
@@ -85,6 +85,10 @@ def write_back(source: nn.Module, target: nn.Module) -> None:
 
 def _copy(student: nn.Module) -> nn.Module:
     attributes = Attributes(student)
+    for module in student.modules():  # weight_norm keeps a computed tensor that deepcopy refuses
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                vars(module)[name] = value.detach()
     try:
         return copy.deepcopy(student)
     except Exception as error:

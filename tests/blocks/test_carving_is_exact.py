@@ -156,6 +156,19 @@ def test_verify_finds_a_block_that_is_not_the_model():
         split.verify()
 
 
+def test_verify_finds_what_depends_on_the_batch_size_in_python():
+    class Capped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+
+        def forward(self, x):
+            return self.layers(x) * min(x.shape[0], 8)
+
+    with pytest.raises(autobd.errors.VerifyError, match=r"teacher.*eval"):
+        autobd.split(Capped(), Capped(), torch.randn(8, 3), blocks=2).verify()
+
+
 def test_captured_and_blocks_run_at_other_batch_sizes():
     for name in ("torchvision swin_t", "HF DistilBERT"):
         make, example = STOCK[name]

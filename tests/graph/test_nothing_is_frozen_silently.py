@@ -31,7 +31,7 @@ class Inner(nn.Module):
         self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
         self.function = function
         self.register_buffer("state", torch.ones(6))
-        self.calls, self.memory = 0, None
+        self.calls, self.memory, self.log = 0, None, []
 
     def forward(self, x):
         return self.function(self, x)
@@ -71,6 +71,12 @@ def memory(m, x):
     return x + m.memory.mean()
 
 
+def growing_list(m, x):
+    y = m.one(x) + (m.log[-1].mean() if m.log else 0.0)
+    m.log.append(y.detach())
+    return y
+
+
 def rebound_buffer(m, x):
     m.state = m.state * 0.5
     return m.one(x) * m.state
@@ -97,6 +103,7 @@ HAZARDS = {
     "shape that depends on values": lambda m, x: m.one(x) + x[x > 0].sum(),
     "Python counter": counter,
     "Python memory": memory,
+    "list that grows": growing_list,
     "buffer bound anew": rebound_buffer,
     "autocast region": autocast,
     "number that is not linear in the batch": lambda m, x: m.one(x) * (1 / x.shape[0]),
@@ -104,7 +111,10 @@ HAZARDS = {
 }
 
 
-def run(module, x, tensors=None):
+ATTRIBUTES = ("Python counter", "Python memory", "list that grows")
+
+
+def run(module, x):
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     output = module(x)
     output.sum().backward()
@@ -121,7 +131,7 @@ def test_hazard_keeps_its_module_whole_and_stays_alive(name):
         results = []
         for module in (model, captured.module.eval()):
             model.zero_grad()
-            model.inner.calls, model.inner.memory = 0, None
+            model.inner.calls, model.inner.memory, model.inner.log = 0, None, []
             model.inner.state = torch.ones(6)
             results.append((run(module, x), [p.grad for p in model.parameters()]))
         assert torch.equal(results[0][0], results[1][0])
@@ -129,7 +139,7 @@ def test_hazard_keeps_its_module_whole_and_stays_alive(name):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", [name for name in HAZARDS if name not in ("Python counter", "Python memory")])
+@pytest.mark.parametrize("name", [name for name in HAZARDS if name not in ATTRIBUTES])
 def test_hazard_in_the_models_own_code_is_an_error_with_the_line(name):
     model = Inner(HAZARDS[name])
     with pytest.raises(CaptureError, match=r"Inner\.forward") as error:

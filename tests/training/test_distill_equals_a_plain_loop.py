@@ -168,3 +168,16 @@ def test_a_shared_network_keeps_its_shared_part_in_one_block():
     result = autobd.distill(teacher, student, [images()], progress=False)
     owners = [i for i, p in enumerate(result.split.pairs) if any(n.startswith("parts.0") for n in p.student.parameters)]
     assert len(owners) == 1
+
+
+def test_a_student_with_a_computed_weight_can_be_trained():
+    with pytest.warns(FutureWarning):
+        student = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), nn.ReLU(), nn.Linear(6, 6))
+    student(torch.randn(3, 6))
+    before = student[0].weight_v.clone()
+    autobd.distill(
+        nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), student, [torch.randn(4, 6)], progress=False
+    )
+    assert not torch.equal(before, student[0].weight_v)
+    student(torch.randn(3, 6)).sum().backward()
+    assert student[0].weight_v.grad is not None
