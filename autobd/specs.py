@@ -88,11 +88,12 @@ def _module(source: str) -> ModuleType:
         if not path.is_file():
             close = nearest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else "none"
             raise SpecError(f"There is no file {source}.", expected=f"perhaps {close}")
-        found = importlib.util.spec_from_file_location(path.stem, path)
+        name = f"autobd_spec_{path.stem}"  # the file may be called like an installed package
+        found = importlib.util.spec_from_file_location(name, path)
         assert found is not None
         assert found.loader is not None
         module = importlib.util.module_from_spec(found)
-        sys.modules[path.stem] = module
+        sys.modules[name] = module
         found.loader.exec_module(module)
         return module
     try:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from networks import assert_same, fingerprint, images, networks
 
 import autobd
 from autobd.blocks.cuts import candidates
 from autobd.blocks.dataflow import Dataflow
 from autobd.graph import Arguments
-from tests.models import assert_same, fingerprint, images, networks
 
 RELAXED = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

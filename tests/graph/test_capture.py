@@ -5,11 +5,11 @@ from collections import namedtuple
 
 import pytest
 import torch
+from networks import Branches, Net, Residual, assert_same, fingerprint, images
 from torch import nn
 
 import autobd
 from autobd.errors import InputError
-from tests.models import Branches, Net, Residual, assert_same, fingerprint, images
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
 

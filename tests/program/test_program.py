@@ -4,10 +4,10 @@ import traceback
 
 import pytest
 import torch
+from networks import mlp
 
 import autobd
 from autobd.program import Op, build
-from tests.models import mlp
 
 CUTS = [("0", "0"), ("1", "1")]
 

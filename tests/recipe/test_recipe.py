@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from networks import mlp
 from torch import nn
 
 import autobd
 from autobd import KL, MSE, Recipe
 from autobd.errors import InputError, LossError, NonFiniteError
-from tests.models import mlp
 
 X = [torch.randn(8, 6) for _ in range(4)]
 CUTS = [("0", "0"), ("1", "1")]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from networks import mlp
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autobd
 from autobd.errors import InputError
-from tests.models import mlp
 
 SAMPLES = torch.randn(10, 6)
 LABELS = torch.randint(0, 3, (10,))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import Net, Residual, assert_same, fingerprint, images, mlp, networks
 from torch import nn
 
 import autobd
-from tests.models import Net, Residual, assert_same, fingerprint, images, mlp, networks
 
 
 def step_seed(seed, step, block):

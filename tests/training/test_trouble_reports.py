@@ -8,12 +8,12 @@ import io
 
 import pytest
 import torch
+from networks import assert_same, fingerprint, mlp
 from torch import nn
 from torch.nn import functional
 
 import autobd
 from autobd.errors import InputError, NonFiniteError, SplitError
-from tests.models import assert_same, fingerprint, mlp
 
 
 class Teacher46(nn.Module):
