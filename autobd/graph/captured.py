@@ -182,6 +182,7 @@ def _finished(
         elif node.op == "get_attr" and isinstance(value := _get(model, node.target), nn.Parameter):
             node.meta["parameter_bytes"] = value.nbytes
     notes = [f"module '{path}' is kept whole: it {reason}" for path, reason in leaves.items()]
+    notes += [f"a {name} that the model returns is left out of the graph's outputs" for name in recording.omitted]
     if merger.train_only:
         aux = sorted({n.meta["path"].split(".")[0] for n in merger.train_only if n.meta.get("path")})
         notes.append(

@@ -50,6 +50,7 @@ class Ledger:
     def __init__(self, model: nn.Module) -> None:
         self.graph = fx.Graph()
         self.objects: dict[str, Any] = {}
+        self.omitted: list[str] = []  # types of returned objects that a graph cannot make
         self.owner = ""  # path of the module whose code is running
         self.inside_leaf = 0
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -95,7 +96,11 @@ class Ledger:
         return node
 
     def argument(self, value: Any, outputs: bool = False) -> Any:
-        """`value` with nodes for tensors; `outputs`: other objects become calls that make them anew."""
+        """`value` with nodes for tensors.
+
+        With `outputs` it is what the model returns: mappings and dataclasses become calls that make them anew, other
+        objects that hold tensors (a key-value cache) are left out.
+        """
         if isinstance(value, Tensor):
             return self.node(value)
         if isinstance(value, torch.Size):
@@ -117,6 +122,9 @@ class Ledger:
             return self.graph.call_function(type(value), (), kwargs)
         if hasattr(value, "item") and type(value).__module__ == "numpy" and not getattr(value, "shape", True):
             return value.item()
+        if outputs and has_tensor(value):
+            self.omitted.append(type(value).__name__)
+            return None
         if has_tensor(value) or isinstance(value, torch.Generator) or type(value).__module__ == "numpy":
             raise Opaque(f"passes tensors inside a {type(value).__name__}")
         return self._constant(value)

@@ -38,6 +38,7 @@ class Recording:
     graph: fx.Graph
     outputs: Any = None
     objects: dict[str, Any] = field(default_factory=dict)  # get_attr targets that are no attribute of the model
+    omitted: list[str] = field(default_factory=list)  # types of objects left out of the outputs
     opaque: dict[str, str] = field(default_factory=dict)  # module path -> why it stays whole
 
 
@@ -56,7 +57,7 @@ class Recorder(TorchFunctionMode):
         self.forced = leaves
         self.attributes = Attributes(model)
         self.ledger = Ledger(model)
-        self.recording = Recording(self.ledger.graph, objects=self.ledger.objects)
+        self.recording = Recording(self.ledger.graph, objects=self.ledger.objects, omitted=self.ledger.omitted)
         self.observer = OperatorObserver()
         self.failed_in: str | None = None  # where an exception came from, innermost module
         self.real_run = False

@@ -75,6 +75,16 @@ def test_outputs_of_every_kind_come_back_in_their_own_type(make, names):
     assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True) if isinstance(a, torch.Tensor))
 
 
+def test_a_returned_object_that_a_graph_cannot_make_is_left_out_and_noted():
+    class Cache:
+        def __init__(self, keys):
+            self.keys = keys
+
+    captured = autobd.capture(Flexible(lambda y, h: {"logits": y, "cache": Cache(h)}), torch.randn(3, 4))
+    assert list(captured.outputs) == ["logits"]
+    assert "Cache" in captured.notes[0]
+
+
 def test_graph_holds_the_users_own_submodules_and_parameters():
     model = Net([Residual(6, True, True, 0.1), Branches(6, False, True, 0.1)], False)
     captured = autobd.capture(model, images())

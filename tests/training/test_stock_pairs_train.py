@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import assert_same, fingerprint
 from torch import nn
 
 import autobd
@@ -49,11 +50,12 @@ def berts():
 @pytest.mark.parametrize(("make", "blocks"), [(resnets, 6), (vision_transformers, 6), (berts, 3)])
 def test_pair_is_exact_and_trains(make, blocks):
     teacher, student, batches = make()
-    keys = list(student.state_dict())
+    keys, before = list(student.state_dict()), fingerprint(teacher)
     result = autobd.distill(teacher, student, batches * 4, progress=False)
     assert len(result.split) >= blocks
     assert result.verification
     assert result.verification.exact, str(result.verification)
+    assert_same(before, fingerprint(teacher))
     assert result.student is student
     assert list(student.state_dict()) == keys
     first, last = result.history.relative[0], result.history.relative[-1]
