@@ -7,7 +7,7 @@ activation  depends on inputs and parameters: computed once, crosses a cut if it
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cached_property
 from itertools import accumulate
 
@@ -131,27 +131,32 @@ class Dataflow:
         return result
 
     @cached_property
-    def forbidden(self) -> set[int]:
-        """Positions in `order` with shared state (for a student: or parameters) on both sides: no cut may be there."""
-        touched: dict[object, list[int]] = defaultdict(list)
-        calls: dict[object, int] = defaultdict(int)
-        for node in self.order:
-            calls[node.target] += 1
+    def ties(self) -> dict[str, range]:
+        """What several nodes share: state that the forward changes and, for a student, trainable parameters and the
+        buffers of a module called more than once. Key in the model -> positions in `order` where no cut may be."""
+        model = self.captured.model
+        names = {id(t): n for n, t in (*model.named_buffers(), *model.named_parameters())}
+        calls = Counter(node.target for node in self.order if node.op == "call_module")
+        touched: dict[str, list[int]] = defaultdict(list)
         for i, node in enumerate(self.order):
             for used in {node} | self.floats(node):
-                storage = self.storage(used)
-                if used.op == "get_attr" and storage in self.state and self._changes(storage):
-                    touched[storage].append(i)
+                if used.op == "get_attr" and self._changes(self.storage(used)):
+                    touched[str(used.target)].append(i)
                 if self.trained:
-                    for parameter in self.own_parameters(used):
-                        touched[id(parameter)].append(i)
+                    shared = [p for p in self.own_parameters(used) if p.requires_grad]
                     if used.op == "call_module" and calls[used.target] > 1:
-                        for buffer in self.modules[str(used.target)].buffers():
-                            touched[id(buffer)].append(i)
-        return {i for places in touched.values() for i in range(min(places), max(places))}
+                        shared += self.modules[str(used.target)].buffers()
+                    for tensor in shared:
+                        touched[names[id(tensor)]].append(i)
+        return {name: range(min(at), max(at)) for name, at in touched.items() if min(at) < max(at)}
+
+    @cached_property
+    def forbidden(self) -> set[int]:
+        """Positions in `order` with something tied on both sides."""
+        return {i for places in self.ties.values() for i in places}
 
     def _changes(self, storage: int | None) -> bool:
-        return any(storage in n.meta["mutates"] for n in self.nodes)
+        return storage in self.state and any(storage in n.meta["mutates"] for n in self.nodes)
 
     @cached_property
     def flops_until(self) -> list[int]:

@@ -167,7 +167,7 @@ def split(
         tuple(chosen),
         outputs,
         is_logits(captured, outputs) if logits is None else logits,
-        _notes(captured, pairs),
+        _notes(captured, pairs, flows[1]),
     )
 
 
@@ -197,7 +197,8 @@ def _found_cuts(flows: tuple[Dataflow, Dataflow], blocks: int | None) -> list[tu
         given="\n            ".join(
             f"{whose} can be cut at: {_shapes(cuts)}" for whose, cuts in zip(("teacher", "student"), found, strict=True)
         ),
-        expected="boundaries of equal shape, channels included, with a weight on either side",
+        expected="boundaries of equal shape, channels included, with a weight on either side"
+        + "".join(f"\n            ({note})" for note in _tie_notes(flows[1], every=True)),
         do="give the student the teacher's width at some boundaries, feed both the same input size, "
         "or train it as one block with blocks=1",
     )
@@ -231,7 +232,16 @@ def _given_cuts(cuts: Sequence[tuple[str, str]], flows: tuple[Dataflow, Dataflow
     return pairs
 
 
-def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...]) -> tuple[str, ...]:
+def _tie_notes(student: Dataflow, every: bool = False) -> list[str]:
+    """Weights that keep cuts away: those over more than a tenth of the student, or `every` one."""
+    long = [n for n, at in student.ties.items() if every or len(at) > len(student.order) / 10]
+    if not long:
+        return []
+    more = f" and {len(long) - 3} more" if len(long) > 3 else ""
+    return [f"student: used in several places, no cut between them: {', '.join(long[:3])}{more}"]
+
+
+def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...], student: Dataflow) -> tuple[str, ...]:
     notes = [f"{whose}: {note}" for whose, c in zip(("teacher", "student"), captured, strict=True) for note in c.notes]
     used = {name for pair in pairs for name in pair.student.parameters}
     idle = [n for n, p in captured[1].model.named_parameters() if n not in used and p.requires_grad]
@@ -240,7 +250,7 @@ def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...]) ->
             f"student: not on the way to the distilled output, left as they are: {', '.join(idle[:4])}"
             + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
         )
-    return tuple(notes)
+    return (*notes, *_tie_notes(student))
 
 
 def _shapes(cuts: list[Cut]) -> str:
