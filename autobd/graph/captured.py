@@ -121,6 +121,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
                 if difference.path in ("", *leaves):
                     raise CaptureError(
                         f"{type(model).__name__}.forward {difference} in its own code; one graph cannot serve both.",
+                        given=difference.line,
                         expected="the same operations for every batch size and mode",
                         do="move these lines into a submodule of their own: it is then kept whole",
                     ) from None

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .nested import has_tensor, tensors_in
-from .origin import Opaque
+from .origin import Opaque, calling_line
 from .state import module_tensors
 
 _CONSTANT_TYPES = (
@@ -133,7 +133,7 @@ class Ledger:
         name = next((n for n, known in self.objects.items() if known is value), f"_object_{len(self.objects)}")
         self.objects[name] = value
         node = self.graph.create_node("get_attr", name)
-        node.meta.update(path=self.owner, grad=True, flops=0, random=False, mutates=frozenset())
+        node.meta.update(path=self.owner, line=calling_line(), grad=True, flops=0, random=False, mutates=frozenset())
         return node
 
     def bind(self, tensor: Tensor, node: fx.Node) -> None:

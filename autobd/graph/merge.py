@@ -21,11 +21,12 @@ PLAIN: dict[str, Any] = {"path": "", "grad": True, "flops": 0, "random": False, 
 
 
 class Differs(Exception):
-    """Two recordings disagree inside submodule `path` ("" is the root)."""
+    """Recordings disagree at `node`, inside submodule `path` ("" is the root)."""
 
-    def __init__(self, path: str, what: str) -> None:
+    def __init__(self, node: fx.Node, what: str, path: str | None = None) -> None:
         super().__init__(f"differs between {what}")
-        self.path, self.what = path, what
+        self.path = _owner(node) if path is None else path
+        self.line: str | None = node.meta.get("line")
 
 
 def by_mode(training: bool, in_training: Any, in_evaluation: Any) -> Any:
@@ -65,6 +66,7 @@ class Merger:
         self.storages = [self._storages_of(nodes) for nodes in self.aligned]
         for nodes in zip(*self.aligned, strict=True):
             node = nodes[0]
+            self._check_object(nodes)
             node.args = self._combine([n.args for n in nodes], node)
             node.kwargs = self._combine([n.kwargs for n in nodes], node)
             self._describe(node, list(nodes))
@@ -86,12 +88,13 @@ class Merger:
                 continue
             first = next((i for i, (a, b) in enumerate(zip(*kinds, strict=False)) if a != b), min(map(len, kinds)))
             around = [reference[first - 1], *(side[first] for side in (reference, nodes) if first < len(side))]
-            self._align_by_subsequence(nodes, _blamed([_owner(n) for n in around]), what)
+            path = _blamed([_owner(n) for n in around])
+            if path or what == "batch sizes":
+                raise Differs(around[-1], what, path)
+            self._align_by_subsequence(nodes, what)
 
-    def _align_by_subsequence(self, nodes: list[fx.Node], path: str, what: str) -> None:
+    def _align_by_subsequence(self, nodes: list[fx.Node], what: str) -> None:
         """Auxiliary heads: every node of the eval graph occurs, in order, in the train graph, which has more."""
-        if path or what == "batch sizes":
-            raise Differs(path, what)
         chosen, rest = [], iter(nodes)
         for wanted in self.aligned[0]:
             for node in rest:
@@ -100,9 +103,15 @@ class Merger:
                     break
                 self.train_only.append(node)
             else:
-                raise Differs("", what)
+                raise Differs(wanted, what, "")
         self.train_only += list(rest)
         self.aligned.append(chosen)
+
+    def _check_object(self, nodes: tuple[fx.Node, ...]) -> None:
+        """A Python object in the arguments must be the same one in every call: one made anew may carry state."""
+        held = [r.objects.get(str(n.target)) for r, n in zip(self.recordings, nodes, strict=True)]
+        if nodes[0].op == "get_attr" and any(not _equal(o, held[0]) for o in held):
+            raise Differs(nodes[0], "calls")
 
     def _describe(self, node: fx.Node, nodes: list[fx.Node]) -> None:
         """Merge what the recordings know of a node; shapes become linear in the batch size."""
@@ -122,7 +131,7 @@ class Merger:
                 else [None]
             )
             if None in dims:
-                raise Differs(_owner(node), "batch sizes")
+                raise Differs(node, "batch sizes")
             node.meta["dims"] = tuple(dims)
 
     def _storages_of(self, nodes: list[fx.Node]) -> dict[int, int]:
@@ -157,7 +166,7 @@ class Merger:
         # An in-place dropout is a value of its own in one mode only; reading it is right in both.
         position = max(positions)
         if not all(p == position or self._is_in_place_version(position, p) for p in positions):
-            raise Differs(_owner(node), "batch sizes" if positions[0] != positions[1] else "train and eval mode")
+            raise Differs(node, "batch sizes" if positions[0] != positions[1] else "train and eval mode")
         return self.aligned[0][position]
 
     def _is_in_place_version(self, later: int, earlier: int) -> bool:
@@ -183,7 +192,7 @@ class Merger:
                 linear = self._linear(pair[0], pair[1])
                 if linear is not None:
                     return self._size(*linear)
-            raise Differs(_owner(node), "batch sizes")
+            raise Differs(node, "batch sizes")
 
         evaluation = form(values[:2])
         if len(values) == 2:

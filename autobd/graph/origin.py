@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def user_line(error: BaseException) -> str:
         if not frame.filename.startswith(_OWN):
             return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
     return ""
+
+
+def calling_line() -> str:
+    """The line of the user's code that is running: "net.py:12 in forward"."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def explain(error: Exception, model: nn.Module | None, path: str | None, arguments: Arguments | None) -> CaptureError:

@@ -27,7 +27,7 @@ from .leaves import is_leaf
 from .ledger import Ledger, storage_of
 from .nested import has_tensor, map_tensors, tensors_in
 from .observer import OperatorObserver
-from .origin import Opaque, explain, user_line
+from .origin import Opaque, calling_line, explain, user_line
 from .state import Attributes, python_randomness, same_python_randomness, same_randomness
 
 
@@ -216,6 +216,7 @@ class Recorder(TorchFunctionMode):
         if _autocast_state() != self.autocast:
             raise Opaque("changes autocast inside its forward")
         node.meta["path"] = path
+        node.meta["line"] = calling_line()
         node.meta["grad"] = torch.is_grad_enabled()
         node.meta["flops"] = self.observer.flops
         node.meta["random"] = self.observer.random
