@@ -111,8 +111,11 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
     leaves: dict[str, str] = {}
     with torch.inference_mode(False), torch.enable_grad(), untouched(model):
         for _ in range(_ATTEMPTS):
+            known = set(leaves)
             evaluation = _record_in(model, False, arguments, names, sizes, leaves)
             training = _record_in(model, True, arguments, names, sizes, leaves) if train else None
+            if set(leaves) - known - set(evaluation[0].opaque):
+                continue  # a later recording kept a module whole that the first one had opened
             merger = Merger(evaluation, training, sizes)
             try:
                 outputs = merger.merge()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+from ..graph.state import same_python_randomness
 
 
 def student_seed(seed: int, step: int, block: int, round: int = 0, share: int = 0) -> int:
@@ -18,20 +21,20 @@ def student_seed(seed: int, step: int, block: int, round: int = 0, share: int = 
 
 @contextmanager
 def keyed(seed: int, device: torch.device, python: bool) -> Iterator[None]:
-    """Seed the generators (of torch on CPU and `device`; `python`: Python's too), and put them back on leaving."""
+    """Seed torch's generators (CPU and `device`; with `python` also Python's and NumPy's); put them back on leaving."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     states = [g.get_state() for g in generators]
-    python_state = random.getstate() if python else None
     for generator in generators:
         generator.manual_seed(seed)
-    if python:
-        random.seed(seed)
     try:
-        yield
+        with same_python_randomness() if python else nullcontext():
+            if python:
+                random.seed(seed)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(seed % 2**32)
+            yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        if python_state is not None:
-            random.setstate(python_state)

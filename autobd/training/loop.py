@@ -75,12 +75,20 @@ def train(
 
 
 def write_back(source: nn.Module, target: nn.Module) -> None:
-    """Copy every parameter and buffer of `source` into the tensors of `target`, its twin."""
+    """Copy every parameter and buffer of `source` into the tensors of `target`, its twin; Ctrl-C waits for the end."""
+    values = dict([*source.named_parameters(), *source.named_buffers()])
+    pairs = [(tensor, values[name]) for name, tensor in (*target.named_parameters(), *target.named_buffers())]
+    try:
+        _copy_all(pairs)
+    except KeyboardInterrupt:
+        _copy_all(pairs)
+        raise
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
-        for kind in ("named_parameters", "named_buffers"):
-            values = dict(getattr(source, kind)())
-            for name, tensor in getattr(target, kind)():
-                tensor.copy_(values[name])
+        for to, value in pairs:
+            to.copy_(value)
 
 
 def _copy(student: nn.Module) -> nn.Module:

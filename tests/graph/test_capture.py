@@ -1,6 +1,7 @@
 """`capture`: inputs and outputs of every kind, the user's own submodules, and a model that comes back untouched."""
 
 import dataclasses
+import random
 from collections import namedtuple
 
 import pytest
@@ -143,6 +144,15 @@ def test_the_model_comes_back_untouched():
     assert torch.equal(rng, torch.get_rng_state())
     assert not captured.opaque
     assert nn.Module.__call__.__qualname__.startswith("Module.")
+
+
+def test_what_train_mode_alone_keeps_whole_is_whole_in_eval_mode_too():
+    class Dice(Caching):
+        def forward(self, x):
+            return super().forward(x) * (random.random() if self.training else 1.0)
+
+    captured = autobd.capture(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Dice())), torch.randn(3, 4))
+    assert list(captured.opaque) == ["1.0"]
 
 
 def test_a_failed_capture_leaves_the_model_untouched_too():

@@ -3,7 +3,9 @@
 import copy
 import functools
 import hashlib
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -198,3 +200,32 @@ def test_a_student_with_a_computed_weight_can_be_trained():
     assert not torch.equal(before, student[0].weight_v)
     student(torch.randn(3, 6)).sum().backward()
     assert student[0].weight_v.grad is not None
+
+
+class LayerDrop(nn.Module):
+    """Drops a layer by Python's and NumPy's dice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        if self.training and random.random() < 0.5:
+            return x + self.other(x) * float(np.random.rand())
+        return x + self.layer(x)
+
+
+def test_python_randomness_of_a_student_is_drawn_anew_each_step_and_keyed_by_the_seed():
+    def student(seed=0, strategy="auto"):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(LayerDrop() for _ in range(3)))
+        random.seed(torch.randint(0, 99, ()).item()), np.random.seed(seed)
+        result = autobd.distill(
+            mlp(16), model, batches, cuts=[("0", "0"), ("1", "1")], seed=seed, strategy=strategy, progress=False
+        )
+        return result, model
+
+    batches = [torch.ones(4, 6)] * 12
+    (first, one), (second, two), (third, _) = student(), student(strategy="dp"), student(seed=1)
+    assert first.history.losses == second.history.losses != third.history.losses
+    assert_equal_state(one, two)
