@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from .ledger import TensorInfo
+from .origin import shown
 from .recorder import Recording
 
 PLAIN: dict[str, Any] = {"path": "", "grad": True, "flops": 0, "random": False, "mutates": frozenset()}
@@ -26,7 +27,7 @@ class Differs(Exception):
     def __init__(self, node: fx.Node, what: str, path: str | None = None) -> None:
         super().__init__(f"differs between {what}")
         self.path = _owner(node) if path is None else path
-        self.line: str | None = node.meta.get("line")
+        self.line: str | None = shown(node.meta["line"]) if "line" in node.meta else None
 
 
 def by_mode(training: bool, in_training: Any, in_evaluation: Any) -> Any:

@@ -24,16 +24,21 @@ def user_line(error: BaseException) -> str:
     """The last line of the user's code (outside torch and this package) that led to `error`: "net.py:12 in forward"."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_OWN):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+            return shown((frame.filename, frame.lineno or 0, frame.name))
     return ""
 
 
-def calling_line() -> str:
-    """The line of the user's code that is running: "net.py:12 in forward"."""
+def calling_line() -> tuple[str, int, str]:
+    """File, line and function of the user's code that is running; cheap, it is asked for every node."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+
+
+def shown(line: tuple[str, int, str]) -> str:
+    """A line as text for an error: "net.py:12 in forward"."""
+    return f"{Path(line[0]).name}:{line[1]} in {line[2]}"
 
 
 def explain(error: Exception, model: nn.Module | None, path: str | None, arguments: Arguments | None) -> CaptureError:
