@@ -15,7 +15,8 @@ from .blocks.pair import check_pair
 from .cluster import Cluster
 from .errors import InputError
 from .graph import Arguments
-from .graph.state import same_randomness, unwrapped
+from .graph.randomness import same_randomness
+from .graph.state import unwrapped
 from .planner import Plan, plan
 from .program import Program, build
 from .recipe import Recipe
@@ -121,7 +122,7 @@ def distill(
         verification = found.verify()
         chosen = plan(found, cluster, strategy)
         program = build(chosen, found)
-        history = train(found, program, recipe, batches, to_pair, seed, progress)
+        history = train(found, program, recipe, batches, to_pair, seed, progress, verification.teacher_writes)
     return Distilled(student, history, found, verification, chosen, program, tuple(notes))
 
 

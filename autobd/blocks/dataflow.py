@@ -73,6 +73,7 @@ class Dataflow:
                 pinned.add(node)
             if node not in pinned and not (node in inputs and node in weighted):
                 self.floating.add(node)
+        self._sink_written()
         self.on_path = self._ancestors([self.output])
         for node in self.nodes:  # updates of the module's own state happen although nothing reads them
             if not state.isdisjoint(node.meta["mutates"]) and all(
@@ -80,6 +81,21 @@ class Dataflow:
             ):
                 self.on_path |= self._ancestors([node])
         self.state = state
+
+    def _sink_written(self) -> None:
+        """What an activation or a pinned node writes in place is not made anew: all of that storage stops floating,
+        and so does what is made from it."""
+        while True:
+            written = frozenset().union(*(n.meta["mutates"] for n in self.nodes if n not in self.floating))
+            sunk = {
+                n
+                for n in self.floating
+                if n.op not in ("placeholder", "get_attr")
+                and (self.storage(n) in written or not self.floating.issuperset(self.needs[n]))
+            }
+            if not sunk:
+                return
+            self.floating -= sunk
 
     def _ancestors(self, nodes: list[fx.Node]) -> set[fx.Node]:
         found: set[fx.Node] = set()

@@ -65,13 +65,13 @@ class Split:
         """Prove on these models that blocks in order equal the whole: output, buffers and gradients, bit by bit.
 
         Arguments:
-            rows: how many rows of the example to use; default: at most 4, and another number than was recorded if
+            rows: how many rows of the example to use; default: at most 3, and another number than was recorded if
                 there are at least 3, so that what depends on the batch size shows.
 
         Errors: VerifyError names the model, mode and quantity that differs.
         """
         recorded = self.student.example.rows
-        return verify(self, min(4, max(2, recorded - 1)) if rows is None else rows)
+        return verify(self, min(3, max(2, recorded - 1)) if rows is None else rows)
 
     def __str__(self) -> str:
         totals = [

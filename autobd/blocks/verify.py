@@ -12,12 +12,13 @@ from torch import Tensor, fx, nn
 
 from ..errors import VerifyError
 from ..graph import Arguments, Captured
-from ..graph.state import untouched
+from ..graph.state import module_tensors, untouched, written
 from ..tables import table
 
 if TYPE_CHECKING:
     from .split import Split
 
+_SEED = 6022140  # one that no forward sets by itself
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4}  # relative; half precision: 2e-2
 
 
@@ -38,10 +39,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of `Split.verify`: true (it raises otherwise); `exact` if everything is bit-identical."""
+    """The outcome of `Split.verify`: true (it raises otherwise); `exact` if everything is bit-identical.
+
+    `teacher_writes` names the tensors that the teacher's own forward changes (a maximum norm, a counter).
+    """
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+    teacher_writes: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -65,12 +70,14 @@ class _Outcome:
     output: Tensor
     buffers: dict[str, Tensor]
     gradients: dict[str, Tensor] | None  # None: cannot be differentiated
+    written: list[str]  # tensors that the forward changed
 
 
 def verify(split: Split, rows: int) -> Verification:
     """Compare blocks and whole models on the first `rows` rows of the example. Errors: VerifyError."""
     checks: list[Check] = []
     notes: list[str] = []
+    teacher_writes: tuple[str, ...] = ()
     for whose, captured, output, blocks in (
         ("teacher", split.teacher, split.outputs[0], [p.teacher for p in split.pairs]),
         ("student", split.student, split.outputs[1], [p.student for p in split.pairs]),
@@ -81,16 +88,19 @@ def verify(split: Split, rows: int) -> Verification:
             if mode == "train" and not captured.same_in_train:
                 notes.append("student: verified in eval mode alone, train mode has auxiliary heads")
                 continue
-            whole = _outcome(captured, mode, partial(_whole, captured, arguments, output))
+            trained = whose == "student"
+            whole = _outcome(captured, mode, trained, partial(_whole, captured, arguments, output))
             set_mode(bound, mode == "train")
-            parts = _outcome(captured, mode, partial(run_blocks, bound, blocks, arguments))
+            parts = _outcome(captured, mode, trained, partial(run_blocks, bound, blocks, arguments))
+            if whose == "teacher":
+                teacher_writes = tuple(whole.written)
             if whole.gradients is None:
                 notes.append(f"{whose}, {mode}: the whole model cannot be differentiated, gradients were not compared")
                 parts = replace(parts, gradients=None)
             checks.append(_check(whose, mode, whole, parts))
     if any(not c.exact for c in checks):
         notes.append("not bit-identical but equal to rounding: the model picks another kernel when it is recorded")
-    return Verification(tuple(checks), tuple(notes))
+    return Verification(tuple(checks), tuple(notes), teacher_writes)
 
 
 def _whole(captured: Captured, arguments: Arguments, output: str) -> Tensor:
@@ -113,21 +123,23 @@ def set_mode(bound: list[fx.GraphModule], training: bool) -> None:
         module.training = training
 
 
-def _outcome(captured: Captured, mode: str, run: Callable[[], Tensor]) -> _Outcome:
-    """What `run` gives in `mode`, from equal random generators; the model is left as it was."""
+def _outcome(captured: Captured, mode: str, trained: bool, run: Callable[[], Tensor]) -> _Outcome:
+    """What `run` gives in `mode`, from equal random generators, as it will run: with gradients only if `trained`. The
+    model is left as it was."""
     model = captured.model
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # recorded code is the ordinary path of nn.TransformerEncoder
+    tensors = {path: t for path, t in module_tensors(model).values() if not t.is_meta}
+    before = {path: t.detach().clone() for path, t in tensors.items()}
     try:
-        with untouched(model), torch.inference_mode(False), torch.enable_grad():
+        with untouched(model, tensors=tensors.values()), torch.inference_mode(False), torch.set_grad_enabled(trained):
             model.train(mode == "train")
-            torch.manual_seed(0)
-            output = run()
-            return _Outcome(
-                output.detach().clone(),
-                {n: b.detach().clone() for n, b in model.named_buffers()},
-                _gradients(model, output),
-            )
+            torch.manual_seed(_SEED)
+            run()
+            output = run()  # the second of two calls: what one leaves behind for the next counts
+            buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+            changed = written(before, model)
+            return _Outcome(output.detach().clone(), buffers, _gradients(model, output), changed)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,15 +61,20 @@ class Captured:
     def bind(self, graph: fx.Graph, model: nn.Module) -> fx.GraphModule:
         """`graph` (this one or a part of it) over the submodules and parameters of `model`, a copy of `self.model`."""
         graph = with_gradient_regions(graph)
+        bound = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
         targets: dict[str, Any] = {}
         for node in graph.nodes:
+            copies[node] = copy = bound.node_copy(node, lambda n: copies[n])
             if node.op == "call_module":
                 targets[node.target] = model.get_submodule(node.target)
             elif node.op == "get_attr" and node.target == "training":
                 targets["training"] = model.training
-            elif node.op == "get_attr":
+            elif node.op == "get_attr":  # a path below a module of the user's would register the tensor there anew
                 known = node.target in self.objects
-                targets[node.target] = self.objects[node.target] if known else _get(model, node.target)
+                copy.target = f"_{len(targets)}_{node.target.replace('.', '_')}"
+                targets[copy.target] = self.objects[node.target] if known else _get(model, node.target)
+        graph = bound
         return fx.GraphModule(targets, graph, type(self.model).__name__)
 
     def __str__(self) -> str:
@@ -95,7 +101,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
         model: any module; it is left exactly as it was.
         example: a tensor, a tuple of positional arguments, or a dict of keyword arguments; only shapes and dtypes
             matter. Tensors whose first size equals the batch size scale with the batch.
-        train: False records eval mode alone (enough for a teacher).
+        train: False records what a frozen teacher does: eval mode alone, without gradients.
 
     Errors: CaptureError names the module and source line that a graph would freeze or that fails; InputError for
     arguments without a batch or a model with uninitialised (lazy) parameters.
@@ -106,10 +112,10 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
     rows = arguments.rows
     if rows < 1:
         raise InputError("The example has no rows.", given=arguments.describe(), expected="at least one row")
-    sizes = (rows, 2 * rows) if rows > 1 else (2, 4)
+    sizes = _sizes(rows)
     names = arguments.names(model)
     leaves: dict[str, str] = {}
-    with torch.inference_mode(False), torch.enable_grad(), untouched(model):
+    with torch.inference_mode(False), torch.set_grad_enabled(train), untouched(model):
         for _ in range(_ATTEMPTS):
             known = set(leaves)
             evaluation = _record_in(model, False, arguments, names, sizes, leaves)
@@ -137,6 +143,12 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
     return _finished(model, arguments, merger, evaluation[0], outputs, leaves, sizes[0])
 
 
+def _sizes(rows: int) -> tuple[int, int]:
+    """Two batch sizes of unlike parity, the example's first if it can be used (batch statistics need two rows)."""
+    first = max(rows, 2)
+    return first, 2 * first + 1 + first % 2
+
+
 def _record_in(
     model: nn.Module,
     training: bool,
@@ -150,6 +162,19 @@ def _record_in(
     for size in sizes:
         recordings.append(Recorder(model, leaves).record(arguments.resized(size), names))
         leaves.update(recordings[-1].opaque)
+        if (keeps := recordings[-1].keeps) is not None:
+            owner = keeps[0].rpartition(".")[0]  # the module was reached by other means than a call
+            reason = (
+                f"sets {'.'.join(('self', *keeps)) if keeps[0] else 'self.' + keeps[1]} and reads it in the next call"
+            )
+            if not owner:
+                raise CaptureError(
+                    f"{type(model).__name__}.forward {reason}; a recording would freeze it.",
+                    given=".".join(filter(None, keeps)),
+                    expected="a forward that does the same in every call",
+                    do="move these lines into a submodule of their own: it is then kept whole",
+                )
+            leaves[owner] = reason
     return recordings
 
 
@@ -173,6 +198,9 @@ def _finished(
     rows = arguments.rows
     for node in reversed(graph.nodes):
         unused = not node.users and node.op not in ("placeholder", "output")
+        unused = unused and not (
+            node.op == "call_method" and re.search(r"[^_]_$", node.target)
+        )  # detach_, requires_grad_
         if unused and not node.meta["random"] and not node.meta["mutates"] and "flops" in node.meta:
             graph.erase_node(node)
             continue

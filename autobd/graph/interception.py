@@ -31,10 +31,25 @@ def intercepted_calls(recorder: Recorder) -> Iterator[None]:
             raise Opaque(f"calls the custom autograd function {cls.__name__}")
         return original_apply.__get__(None, cls)(*args, **kwargs)
 
+    def refusing(name: str, original: Any) -> Any:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.ledger.inside_leaf and threading.get_ident() == recorder.thread:
+                raise Opaque(f"calls torch.{name}")
+            return original(*args, **kwargs)
+
+        return seed
+
+    seeding = {name: getattr(torch, name) for name in ("manual_seed", "seed", "set_rng_state")}
+    for name, original in seeding.items():
+        for module in (torch, torch.random):
+            setattr(module, name, refusing(name, original))
     nn.Module.__call__ = call  # type: ignore[method-assign]
     function_class.apply = classmethod(apply)
     try:
         yield
     finally:
+        for name, original in seeding.items():
+            for module in (torch, torch.random):
+                setattr(module, name, original)
         nn.Module.__call__ = original_call  # type: ignore[method-assign]
         function_class.apply = original_apply

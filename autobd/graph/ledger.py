@@ -114,7 +114,7 @@ class Ledger:
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if type(value) is dict:
             return {k: self.argument(v, outputs) for k, v in value.items()}
-        if isinstance(value, _CONSTANT_TYPES):
+        if isinstance(value, _CONSTANT_TYPES) and type(value).__module__ in ("builtins", "torch"):
             return value
         if outputs and (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
             fields = dict(value) if isinstance(value, Mapping) else dict(vars(value))

@@ -106,6 +106,12 @@ class Merger:
             else:
                 raise Differs(wanted, what, "")
         self.train_only += list(rest)
+        kept = {
+            n.meta["tensor"].storage for n in nodes if "tensor" in n.meta and (n in set(chosen) or n.op == "get_attr")
+        }
+        for node in self.train_only:
+            if not kept.isdisjoint(node.meta["mutates"]):  # no head beside the graph: it changes what the graph reads
+                raise Differs(node, what, "")
         self.aligned.append(chosen)
 
     def _check_object(self, nodes: tuple[fx.Node, ...]) -> None:

@@ -28,7 +28,8 @@ from .ledger import Ledger, storage_of
 from .nested import has_tensor, map_tensors, tensors_in
 from .observer import OperatorObserver
 from .origin import Opaque, calling_line, explain, user_line
-from .state import Attributes, python_randomness, same_python_randomness, same_randomness
+from .randomness import randomness, same_python_randomness, same_randomness
+from .state import Attributes
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Recording:
     objects: dict[str, Any] = field(default_factory=dict)  # get_attr targets that are no attribute of the model
     omitted: list[str] = field(default_factory=list)  # types of objects left out of the outputs
     opaque: dict[str, str] = field(default_factory=dict)  # module path -> why it stays whole
+    keeps: tuple[str, str] | None = None  # module and attribute that a forward leaves for the next one to read
 
 
 class Recorder(TorchFunctionMode):
@@ -63,11 +65,14 @@ class Recorder(TorchFunctionMode):
         self.real_run = False
         self.thread = threading.get_ident()
         self.autocast = _autocast_state()
+        self.gradients = torch.is_grad_enabled()
 
     # ---------------------------------------------------------------- running
 
-    def record(self, arguments: Arguments, names: list[str]) -> Recording:
+    def record(self, arguments: Arguments, names: list[str], first_call: bool = True) -> Recording:
         """Run the model on fake tensors shaped like `arguments`; `names` name the placeholders.
+
+        A forward that leaves an attribute behind is run again (`first_call` False): what it does must not depend on it.
 
         Errors: CaptureError if the model fails on these inputs, or if the root's own code would be frozen.
         """
@@ -75,19 +80,40 @@ class Recorder(TorchFunctionMode):
         for tensor, name in zip(fake.tensors, names, strict=True):
             node = self.ledger.graph.placeholder(name)
             self.ledger.bind(tensor, node)
-        before = python_randomness()
+        before = randomness()
         try:
             with same_randomness(self.model), self.ledger.fake_mode, self.observer, intercepted_calls(self), self:
                 output = self.model(*fake.args, **fake.kwargs)
-                if before != python_randomness():
-                    raise Opaque("draws from Python's or NumPy's random generator")
+                if before != randomness():
+                    raise Opaque("draws from or seeds a global random generator in Python")
                 self._check_exit(self.model, output)
             self.recording.outputs = self.ledger.argument(output, outputs=True)
+            self.recording.keeps = self._kept_for_the_next_call(arguments, names) if first_call else None
         except Exception as error:
             raise explain(error, self.model, self.failed_in, arguments) from error
         finally:
             self.attributes.restore()
         return self.recording
+
+    def _kept_for_the_next_call(self, arguments: Arguments, names: list[str]) -> tuple[str, str] | None:
+        """A module and attribute that this call has set and that a second call, recorded now, reads."""
+        whole = [*self.forced, *self.recording.opaque]
+        for path, module in self.model.named_modules():
+            if (path and is_leaf(module)) or any(path == w or path.startswith(w + ".") for w in whole):
+                continue
+            if attributes := self._rebound(module):
+                again = Recorder(self.model, {**self.forced, **self.recording.opaque})
+                try:
+                    same = str(again.record(arguments, names, first_call=False).graph) == str(self.ledger.graph)
+                except CaptureError:
+                    same = False
+                return None if same else (path, attributes[0])
+        return None
+
+    def _rebound(self, module: nn.Module) -> list[str]:
+        """Attributes that the forward bound anew; a buffer updated in place is recorded, and is not one of them."""
+        in_place = {id(f) for f in self.ledger.fakes.values()}
+        return [n for n in self.attributes.rewritten(module) if id(getattr(module, n, None)) not in in_place]
 
     def call_module(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for `nn.Module.__call__` while recording."""
@@ -96,13 +122,13 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if path in self.recording.opaque or path in self.forced or is_leaf(module):
             return self._leaf(original, path, module, args, kwargs)
-        mark, random_before, caller = self.ledger.mark(), python_randomness(), self.ledger.owner
+        mark, random_before, caller = self.ledger.mark(), randomness(), self.ledger.owner
         self.ledger.owner = path
         try:
             with same_python_randomness():  # what a module draws is not drawn by the modules around it
                 output = original(module, *args, **kwargs)
-                if random_before != python_randomness():
-                    raise Opaque("draws from Python's or NumPy's random generator")
+                if random_before != randomness():
+                    raise Opaque("draws from or seeds a global random generator in Python")
             self._check_exit(module, output)
         except Exception as error:
             self.ledger.roll_back(*mark)
@@ -193,6 +219,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         versions = self._versions((args, kwargs))
         self.observer.start()
+        if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
+            raise Opaque(f"calls tensor.{func.__name__}")
         output = func(*args, **kwargs)
         mutated = any(t._version != version for t, version in versions)
         if not mutated and not has_tensor(output):
@@ -217,7 +245,9 @@ class Recorder(TorchFunctionMode):
             raise Opaque("changes autocast inside its forward")
         node.meta["path"] = path
         node.meta["line"] = calling_line()
-        node.meta["grad"] = torch.is_grad_enabled()
+        if torch.is_grad_enabled() and not self.gradients:
+            raise Opaque("switches gradients on inside its forward")
+        node.meta["grad"] = torch.is_grad_enabled() or not self.gradients
         node.meta["flops"] = self.observer.flops
         node.meta["random"] = self.observer.random
         node.meta["mutates"] = frozenset(storage_of(t) for t, version in versions if t._version != version)
@@ -230,9 +260,7 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             for tensor in tensors_in(output):
                 self.ledger.node(tensor)
-        names = self.attributes.rewritten(module)
-        in_place = {id(f) for f in self.ledger.fakes.values()}
-        lost = [n for n in names if id(getattr(module, n, None)) not in in_place]
+        lost = self._rebound(module)
         if lost and (module is not self.model or any(n in module._buffers for n in lost)):
             raise Opaque(f"sets self.{lost[0]} in its forward")
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .randomness import generator_moved, generator_state, is_generator, same_randomness, set_generator_state
 
 PRIMITIVES = (bool, int, float, complex, str, bytes, type(None))
 
@@ -19,6 +20,8 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._saved = {m: {k: (v, _copied(v)) for k, v in m.__dict__.items()} for m in model.modules()}
+        own = (v for saved in self._saved.values() for v, _ in saved.values() if is_generator(v))
+        self._generators = {id(g): (g, generator_state(g)) for g in own}
 
     def restore(self, within: nn.Module | None = None) -> None:
         """Put everything back, of the whole model or of the submodule `within` it."""
@@ -32,7 +35,9 @@ class Attributes:
                 module.__dict__[name] = value
                 if contents is not None and not _same(value, contents):
                     value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(contents)
+                    (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
+                if id(value) in self._generators:
+                    set_generator_state(*self._generators[id(value)])
 
     def rewritten(self, module: nn.Module) -> list[str]:
         """Attributes and buffers of `module` that were bound to another value, and lists that changed; a dict that
@@ -48,7 +53,9 @@ class Attributes:
             elif isinstance(value, dict):
                 changed = [str(k) for k, v in value.items() if k in contents and contents[k] is not v]
                 names += changed if name == "_buffers" else [name] * bool(changed)
-            elif contents is not None and not _same(value, contents):
+            elif (contents is not None and not _same(value, contents)) or (
+                id(value) in self._generators and generator_moved(*self._generators[id(value)])
+            ):
                 names.append(name)
         return names
 
@@ -58,7 +65,7 @@ def _equal_primitives(a: Any, b: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, list, set)) else None
+    return value.copy() if isinstance(value, (dict, list, set, deque)) else None
 
 
 def _same(value: Any, contents: Any) -> bool:
@@ -66,62 +73,47 @@ def _same(value: Any, contents: Any) -> bool:
         return False
     if isinstance(value, dict):
         return all(k in contents and contents[k] is v for k, v in value.items()) and list(value) == list(contents)
-    if isinstance(value, list):
+    if isinstance(value, (list, deque)):
         return all(a is b for a, b in zip(value, contents, strict=True))
     return bool(value == contents)
 
 
 @contextmanager
-def untouched(*models: nn.Module) -> Iterator[None]:
-    """Leave attributes, mode flags, buffer contents and random generators as they were, whatever happens inside."""
+def untouched(*models: nn.Module, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Leave attributes, mode flags, buffers and random generators as they were, whatever happens inside.
+
+    Arguments:
+        tensors: further ones to keep, such as parameters that a forward is known to write.
+    """
     attributes = [Attributes(m) for m in models]
-    buffers = [(b, b.detach().clone()) for m in models for b in m.buffers() if not b.is_meta]
+    kept = {id(t): t for t in (*(b for m in models for b in m.buffers()), *tensors) if not t.is_meta}
+    saved = [(t, t.detach(), t.detach().clone()) for t in kept.values()]
     try:
         with same_randomness(*models):
             yield
     finally:
-        for saved in attributes:
-            saved.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for before in attributes:
+            before.restore()
+        for tensor, memory, value in saved:
+            _put_back(tensor, memory, value)
 
 
-@contextmanager
-def same_randomness(*models: nn.Module) -> Iterator[None]:
-    """Put the generators of torch, Python and NumPy back where they were on leaving."""
-    with same_python_randomness(), torch.random.fork_rng(devices=cuda_devices(*models)):
-        yield
+def _put_back(tensor: Tensor, memory: Tensor, value: Tensor) -> None:
+    """`value` into `tensor`, over its first `memory`, also where `.data` was set or written."""
+    with torch.no_grad():
+        if tensor.data_ptr() != memory.data_ptr():
+            tensor.data = memory
+        if not _identical(tensor, value):
+            tensor.copy_(value)
 
 
-@contextmanager
-def same_python_randomness() -> Iterator[None]:
-    """Put Python's and NumPy's global generators back where they were on leaving."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True))
 
 
-def cuda_devices(*models: nn.Module) -> list[int]:
-    """Indices of the CUDA devices that hold a tensor of these models."""
-    devices = {t.device for m in models for t in (*m.parameters(), *m.buffers())}
-    return sorted(d.index or 0 for d in devices if d.type == "cuda")
-
-
-def python_randomness() -> tuple[Any, ...]:
-    """A value that changes when Python's or NumPy's global generator is used."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    _, keys, position, *rest = numpy.random.get_state()
-    return random.getstate(), position, int(keys[0]), tuple(rest)
+def written(before: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Names of the tensors of `model` that no longer hold what `before` says."""
+    return [path for path, t in module_tensors(model).values() if path in before and not _identical(t, before[path])]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from ..graph.state import same_python_randomness
+from ..graph.randomness import same_python_randomness
 
 
 def student_seed(seed: int, step: int, block: int, round: int = 0, share: int = 0) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..blocks import Split
 from ..errors import InputError
 from ..graph import Arguments
-from ..graph.state import Attributes, untouched
+from ..graph.state import Attributes, module_tensors, untouched
 from ..program import Program
 from ..recipe import Recipe
 from ..runtime import Rank
@@ -26,7 +26,14 @@ ToPair = Callable[[Any], tuple[Arguments, Arguments]]
 
 
 def train(
-    split: Split, program: Program, recipe: Recipe, batches: Batches, to_pair: ToPair, seed: int, progress: bool
+    split: Split,
+    program: Program,
+    recipe: Recipe,
+    batches: Batches,
+    to_pair: ToPair,
+    seed: int,
+    progress: bool,
+    teacher_writes: Sequence[str] = (),
 ) -> History:
     """Train the student of `split` in place, on one rank.
 
@@ -35,6 +42,7 @@ def train(
 
     Arguments:
         to_pair: from a batch to the teacher's and the student's arguments.
+        teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         progress: show a progress bar with the relative loss of each block.
 
     Errors: LossError and InputError as they occur; they name the block and step.
@@ -46,7 +54,8 @@ def train(
     total = recipe.steps or (batches.length * recipe.epochs if batches.length else None)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(untouched(teacher))
+        own = dict(module_tensors(teacher).values())
+        stack.enter_context(untouched(teacher, tensors=[own[path] for path in teacher_writes]))
         teacher.eval()
         working.train()
         rank = Rank(split, working, recipe, seed)
