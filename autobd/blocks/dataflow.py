@@ -53,6 +53,7 @@ class Dataflow:
 
     def _classify(self) -> None:
         state = {self.storage(n) for n in self.nodes if n.op == "get_attr"} - {None}
+        beside = {n for n in self.nodes if n.op == "get_attr" and self._is_changed_by_a_leaf(n)}
         inputs: set[fx.Node] = set()
         weighted: set[fx.Node] = set()
         pinned: set[fx.Node] = set()
@@ -63,9 +64,10 @@ class Dataflow:
                 inputs.add(node)
             if self.own_parameters(node) or not weighted.isdisjoint(needs):
                 weighted.add(node)
-            opaque = node.op == "call_module" and node.target in self.captured.opaque
+            opaque = node.op == "call_module" and (node.target in self.captured.opaque or node.meta["stateful"])
             if (
-                node.meta["random"]
+                node in beside
+                or node.meta["random"]
                 or opaque
                 or not state.isdisjoint(node.meta["mutates"])
                 or not pinned.isdisjoint(needs)
@@ -106,6 +108,10 @@ class Dataflow:
                 found.add(node)
                 todo += self.needs[node]
         return found
+
+    def _is_changed_by_a_leaf(self, node: fx.Node) -> bool:
+        leaves = (str(n.target) for n in self.nodes if n.op == "call_module" and n.meta["stateful"])
+        return any(str(node.target).startswith(leaf + ".") for leaf in leaves)
 
     def own_parameters(self, node: fx.Node) -> list[nn.Parameter]:
         """The parameters that a node itself reads."""
@@ -154,10 +160,19 @@ class Dataflow:
         names = {id(t): n for n, t in (*model.named_buffers(), *model.named_parameters())}
         calls = Counter(node.target for node in self.order if node.op == "call_module")
         touched: dict[str, list[int]] = defaultdict(list)
+        in_leaves = {
+            names[id(b)]
+            for node in self.order
+            if node.op == "call_module" and node.meta["stateful"]
+            for b in self.modules[str(node.target)].buffers()
+        }
         for i, node in enumerate(self.order):
             for used in {node} | self.floats(node):
-                if used.op == "get_attr" and self._changes(self.storage(used)):
+                if used.op == "get_attr" and (used.target in in_leaves or self._changes(self.storage(used))):
                     touched[str(used.target)].append(i)
+                if used.op == "call_module" and used.meta["stateful"]:
+                    for buffer in self.modules[str(used.target)].buffers():
+                        touched[names[id(buffer)]].append(i)
                 if self.trained:
                     shared = [p for p in self.own_parameters(used) if p.requires_grad]
                     if used.op == "call_module" and calls[used.target] > 1:

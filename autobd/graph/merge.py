@@ -18,7 +18,14 @@ from .ledger import TensorInfo
 from .origin import shown
 from .recorder import Recording
 
-PLAIN: dict[str, Any] = {"path": "", "grad": True, "flops": 0, "random": False, "mutates": frozenset()}
+PLAIN: dict[str, Any] = {
+    "path": "",
+    "grad": True,
+    "flops": 0,
+    "random": False,
+    "stateful": False,
+    "mutates": frozenset(),
+}
 
 
 class Differs(Exception):
@@ -128,6 +135,7 @@ class Merger:
             for storage in n.meta.get("mutates", ())
         )
         node.meta["random"] = any(n.meta.get("random") for n in nodes)
+        node.meta["stateful"] = any(n.meta.get("stateful") for n in nodes)
         for key, value in PLAIN.items():
             node.meta.setdefault(key, value)
         infos: list[TensorInfo | None] = [n.meta.get("tensor") for n in nodes]

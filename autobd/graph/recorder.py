@@ -29,7 +29,7 @@ from .nested import has_tensor, map_tensors, tensors_in
 from .observer import OperatorObserver
 from .origin import Opaque, calling_line, explain, user_line
 from .randomness import randomness, same_python_randomness, same_randomness
-from .state import Attributes
+from .state import PRIMITIVES, Attributes
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Recorder(TorchFunctionMode):
         self.ledger = Ledger(model)
         self.recording = Recording(self.ledger.graph, objects=self.ledger.objects, omitted=self.ledger.omitted)
         self.observer = OperatorObserver()
+        self.left_as = {m: _bindings(m) for m in model.modules()}  # attributes at the start or after its last call
         self.failed_in: str | None = None  # where an exception came from, innermost module
         self.real_run = False
         self.thread = threading.get_ident()
@@ -152,18 +153,27 @@ class Recorder(TorchFunctionMode):
 
     def _leaf(self, original: Any, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node_args, node_kwargs = self.ledger.argument(args), self.ledger.argument(kwargs)
-        versions = self._versions((args, kwargs))
+        parts = list(module.modules())
+        if any(_bindings(m) != self.left_as[m] for m in parts if m in self.left_as):
+            raise Opaque(f"changes attributes of '{path}' before calling it")
+        versions, buffers = self._versions((args, kwargs)), self._buffer_versions(module)
         self.observer.start()
         self.ledger.inside_leaf += 1
+        changes_itself = False
         try:
             with same_python_randomness():
+                before = randomness()
                 output = original(module, *args, **kwargs)
+                changes_itself = before != randomness()
         except Exception as error:
             output = self._run_real(original, module, args, kwargs, error)
         finally:
             self.ledger.inside_leaf -= 1
         node = self.ledger.graph.create_node("call_module", path, node_args, node_kwargs, name=path.replace(".", "_"))
         self._describe(node, path, versions)
+        changes_itself = changes_itself or buffers != self._buffer_versions(module)
+        node.meta["stateful"] = changes_itself or any(_bindings(m) != self.left_as.get(m) for m in parts)
+        self.left_as.update({m: _bindings(m) for m in parts})
         output = self.ledger.bind_output(output, node, from_leaf=True)
         if isinstance(output, Tensor):
             node.meta.setdefault("exits", []).append(path)
@@ -252,6 +262,11 @@ class Recorder(TorchFunctionMode):
         node.meta["random"] = self.observer.random
         node.meta["mutates"] = frozenset(storage_of(t) for t, version in versions if t._version != version)
 
+    def _buffer_versions(self, module: nn.Module) -> list[int]:
+        fakes = (self.ledger.fakes.get(id(b)) for b in module.buffers())
+        with torch._C.DisableTorchFunction():
+            return [0 if fake is None else fake._version for fake in fakes]
+
     def _versions(self, value: Any) -> list[tuple[Tensor, int]]:
         with torch._C.DisableTorchFunction():
             return [(t, t._version) for t in tensors_in(value)]
@@ -263,6 +278,12 @@ class Recorder(TorchFunctionMode):
         lost = self._rebound(module)
         if lost and (module is not self.model or any(n in module._buffers for n in lost)):
             raise Opaque(f"sets self.{lost[0]} in its forward")
+
+
+def _bindings(module: nn.Module) -> dict[str, Any]:
+    """What the attributes of a module are bound to: numbers by value, other objects and tensors by identity."""
+    values = {**vars(module), **module._parameters, **module._buffers}
+    return {k: v if isinstance(v, PRIMITIVES) else id(v) for k, v in values.items()}
 
 
 def _attribute(func: Any) -> str:

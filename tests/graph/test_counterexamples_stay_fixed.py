@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import autobd
+from autobd.blocks.cuts import candidates
+from autobd.blocks.dataflow import Dataflow
 from autobd.blocks.verify import run_blocks, set_mode
 from autobd.errors import AutobdError
 from autobd.graph import Arguments
@@ -26,7 +28,7 @@ class Model(nn.Module):
         self.token = nn.Parameter(torch.randn(6))
         self.register_buffer("running", torch.zeros(6))
         self.norm = nn.BatchNorm1d(6, affine=False)
-        self.leaf = Scaled()
+        self.leaf, self.reader = Scaled(), Reader()
         self.function, self.count, self.state = function, 0, None
 
     def forward(self, x):
@@ -154,7 +156,33 @@ def hooked(m, x):
     return m.b(h)
 
 
-FUNCTIONS = [
+def context_for_a_leaf(m, x):
+    m.reader.context = x.mean()
+    return m.b(m.reader(m.a(x)))
+
+
+def called_with_other_weights(m, x):
+    return m.b(torch.func.functional_call(m.a, {"weight": m.c.weight, "bias": m.token}, (x,)))
+
+
+def momentum_set_on_the_way(m, x):
+    m.norm.momentum = 0.5
+    y = m.norm(m.a(x))
+    m.norm.momentum = 0.1
+    return m.b(y)
+
+
+class Reader(nn.Module):
+    """A leaf that reads what its caller has set."""
+
+    context = 0.0
+
+    def forward(self, x):
+        return x + self.context
+
+
+FUNCTIONS = [context_for_a_leaf, called_with_other_weights, momentum_set_on_the_way]
+FUNCTIONS += [
     token_in_training,
     view_in_training,
     update_in_training,
@@ -246,6 +274,17 @@ def test_program_in_a_submodule(name):
 def test_ordinary_programs_are_not_refused(name):
     model = Model(PROGRAMS[name])
     assert autobd.split(copy.deepcopy(model), model, torch.randn(8, 6), blocks=1).verify()
+
+
+@pytest.mark.parametrize("name", ["positions", "noise_table", "activation_table", "normalised_input"])
+def test_what_is_made_once_is_carried_or_keeps_cuts_away(name):
+    model = Model(PROGRAMS[name])
+    split = autobd.split(copy.deepcopy(model), model, torch.randn(8, 6), blocks=1)
+    flows = Dataflow(split.teacher, "output", trained=False), Dataflow(split.student, "output", trained=True)
+    of_both = set.intersection(*({cut.node.name for cut in candidates(flow)} for flow in flows))
+    assert of_both
+    for name in of_both:
+        assert autobd.split(copy.deepcopy(model), model, torch.randn(8, 6), cuts=[(name, name)]).verify().exact
 
 
 def test_a_child_that_is_called_by_its_forward_is_watched_too():
