@@ -20,6 +20,9 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._saved = {m: {k: (v, _copied(v)) for k, v in m.__dict__.items()} for m in model.modules()}
+        self._nested = [
+            (v, _copied(v)) for saved in self._saved.values() for value, _ in saved.values() for v in _below(value)
+        ]
         own = (v for saved in self._saved.values() for v, _ in saved.values() if is_generator(v))
         self._generators = {id(g): (g, generator_state(g)) for g in own}
 
@@ -38,6 +41,10 @@ class Attributes:
                     (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
                 if id(value) in self._generators:
                     set_generator_state(*self._generators[id(value)])
+        for value, contents in self._nested if within is None else ():
+            if not _same(value, contents):
+                value.clear()
+                (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
 
     def rewritten(self, module: nn.Module) -> list[str]:
         """Attributes and buffers of `module` that were bound to another value, and lists that changed; a dict that
@@ -66,6 +73,22 @@ def _equal_primitives(a: Any, b: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set, deque)) else None
+
+
+def _below(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The containers inside an attribute's value: of nested dicts, lists and tuples, and of plain objects."""
+    if isinstance(value, (Tensor, nn.Module, type)) or depth > 4:
+        return
+    if depth and isinstance(value, (dict, list, set, deque)):
+        yield value
+    if isinstance(value, dict):
+        inside: Iterable[Any] = list(value.values())
+    elif isinstance(value, (list, tuple, deque)):
+        inside = list(value)
+    else:
+        inside = [vars(value)] if hasattr(value, "__dict__") and not callable(value) else ()
+    for item in inside:
+        yield from _below(item, depth + 1)
 
 
 def _same(value: Any, contents: Any) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -353,3 +354,31 @@ def test_what_a_forward_writes_into_its_tensors_is_undone_by_verify_and_for_the_
         autobd.distill(teacher, student, [torch.randn(4, 6)], blocks=1, progress=False)
     assert_same(before[0], fingerprint(teacher))
     assert torch.equal(before[1], teacher.leaf.plain)
+
+
+class Box:
+    seen = 0
+
+
+def test_nested_containers_and_objects_come_back_too():
+    def forward(m, x):
+        m.nested["k"][0] += 1
+        m.box.seen += 1
+        m.box.log.append(x)
+        m.queue.append(1)
+        return m.b(m.a(x))
+
+    model = Model(forward)
+    model.nested, model.box, model.queue = {"k": [0]}, Box(), deque([0])
+    model.box.log = []
+    for make in (lambda: autobd.capture(model, torch.randn(4, 6)), lambda: verified(model)):
+        with contextlib.suppress(AutobdError):
+            make()
+        assert model.nested == {"k": [0]}
+        assert model.box.seen == 0
+        assert model.box.log == []
+        assert list(model.queue) == [0]
+
+
+def verified(model):
+    return autobd.split(copy.deepcopy(model), model, torch.randn(4, 6), blocks=1).verify()
