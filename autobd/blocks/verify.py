@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import VerifyError
 from ..graph import Arguments, Captured
-from ..graph.state import module_tensors, untouched, written
+from ..graph.state import identical, module_tensors, untouched, written
 from ..tables import table
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _check(whose: str, mode: str, whole: _Outcome, parts: _Outcome) -> Check:
 def _difference(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
-    if torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True)):
+    if identical(a, b):
         return 0.0
     scale = a.double().abs().max().clamp(min=1e-30)
     return float((a.double() - b.double()).abs().max() / scale)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
@@ -29,6 +28,7 @@ from .nested import has_tensor, map_tensors, tensors_in
 from .observer import OperatorObserver
 from .origin import Opaque, calling_line, explain, user_line
 from .randomness import randomness, same_python_randomness, same_randomness
+from .real_run import run_real
 from .state import PRIMITIVES, Attributes
 
 
@@ -166,7 +166,8 @@ class Recorder(TorchFunctionMode):
                 output = original(module, *args, **kwargs)
                 changes_itself = before != randomness()
         except Exception as error:
-            output = self._run_real(original, module, args, kwargs, error)
+            output = self._really(original, module, args, kwargs, error)
+            changes_itself = True  # what it did is not known
         finally:
             self.ledger.inside_leaf -= 1
         node = self.ledger.graph.create_node("call_module", path, node_args, node_kwargs, name=path.replace(".", "_"))
@@ -179,44 +180,17 @@ class Recorder(TorchFunctionMode):
             node.meta.setdefault("exits", []).append(path)
         return output
 
-    def _run_real(self, original: Any, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The output of a leaf that cannot run on fake tensors: run it once on real ones, then forget the values."""
+    def _really(self, original: Any, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The output of a leaf that fails on fake tensors with `error`, which is raised if real ones fail as well."""
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             raise error
-        buffers = [(b, b.detach().clone()) for b in module.buffers()]
-        with unset_fake_temporarily(), torch.no_grad(), same_randomness(module):
-            real_args, real_kwargs = map_tensors(_materialised, args), map_tensors(_materialised, kwargs)
-            reals = list(tensors_in((real_args, real_kwargs)))
-            versions = [t._version for t in reals]
-            self.real_run = True
-            try:
-                output = original(module, *real_args, **real_kwargs)
-            except Exception:
-                raise error from None
-            finally:
-                self.real_run = False
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-        return self._faked(output, module, list(tensors_in((args, kwargs))), reals, versions)
-
-    def _faked(
-        self, output: Any, module: nn.Module, fakes: list[Tensor], reals: list[Tensor], versions: list[int]
-    ) -> Any:
-        """What a real run returned, as fake tensors; inputs that it changed in place are marked as changed."""
-        known = {id(real): fake for real, fake in zip(reals, fakes, strict=True)}
-        differentiable = any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in fakes)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for real, fake, version in zip(reals, fakes, versions, strict=True):
-                if real._version != version:
-                    torch.autograd.graph.increment_version(fake)
-
-        def fake_of(tensor: Tensor) -> Tensor:
-            if id(tensor) in known:
-                return known[id(tensor)]
-            made = self.ledger.fake_mode.from_tensor(tensor.detach())
-            return made.requires_grad_(differentiable and made.is_floating_point())
-
-        return map_tensors(fake_of, output)
+        self.real_run = True
+        try:
+            return run_real(original, module, args, kwargs, self.ledger.fake_mode)
+        except Exception:
+            raise error from None
+        finally:
+            self.real_run = False
 
     # ---------------------------------------------------------------- functions
 
@@ -296,13 +270,3 @@ def _reason(error: Exception) -> str:
 
 def _autocast_state() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-
-
-def _materialised(tensor: Tensor) -> Tensor:
-    """A real tensor like a fake one: normal floats, zeros for integers (valid indices), True for masks."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor
-    shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, device=device)
-    return torch.full(shape, dtype == torch.bool, dtype=dtype, device=device)

@@ -126,17 +126,18 @@ def _put_back(tensor: Tensor, memory: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         if tensor.data_ptr() != memory.data_ptr():
             tensor.data = memory
-        if not _identical(tensor, value):
+        if not identical(tensor, value):
             tensor.copy_(value)
 
 
-def _identical(a: Tensor, b: Tensor) -> bool:
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Equal in every element; NaN equals NaN."""
     return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True))
 
 
 def written(before: dict[str, Tensor], model: nn.Module) -> list[str]:
     """Names of the tensors of `model` that no longer hold what `before` says."""
-    return [path for path, t in module_tensors(model).values() if path in before and not _identical(t, before[path])]
+    return [path for path, t in module_tensors(model).values() if path in before and not identical(t, before[path])]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

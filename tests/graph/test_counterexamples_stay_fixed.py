@@ -356,6 +356,25 @@ def test_what_a_forward_writes_into_its_tensors_is_undone_by_verify_and_for_the_
     assert torch.equal(before[1], teacher.leaf.plain)
 
 
+class Clamped(nn.Module):
+    """A leaf that reads a value, so that it is run on real tensors, and writes its own weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        self.weight.data.clamp_(-x.abs().max().item() / 100, 0.01)
+        return x * self.weight
+
+
+def test_a_leaf_that_capture_runs_for_real_keeps_its_weights():
+    model = nn.Sequential(nn.Linear(6, 6), Clamped(), nn.Linear(6, 6))
+    before = fingerprint(model)
+    autobd.capture(model, torch.randn(4, 6))
+    assert_same(before, fingerprint(model))
+
+
 class Box:
     seen = 0
 

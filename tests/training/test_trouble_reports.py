@@ -46,7 +46,7 @@ def first_losses(teacher, student, x, cuts):
     return result.history.losses[0]
 
 
-def oracle_losses(teacher, student, x, change=None):
+def oracle_losses(teacher, student, x):
     """The same, block after block with every tensor cloned."""
     losses = []
     with torch.no_grad():
