@@ -103,22 +103,25 @@ class Merger:
 
     def _align_by_subsequence(self, nodes: list[fx.Node], what: str) -> None:
         """Auxiliary heads: every node of the eval graph occurs, in order, in the train graph, which has more."""
-        chosen, rest = [], iter(nodes)
+        chosen: list[fx.Node] = []
+        extra: list[fx.Node] = []
+        rest = iter(nodes)
         for wanted in self.aligned[0]:
             for node in rest:
                 if _kind(node) == _kind(wanted):
                     chosen.append(node)
                     break
-                self.train_only.append(node)
+                extra.append(node)
             else:
                 raise Differs(wanted, what, "")
-        self.train_only += list(rest)
+        extra += rest
         kept = {
             n.meta["tensor"].storage for n in nodes if "tensor" in n.meta and (n in set(chosen) or n.op == "get_attr")
         }
-        for node in self.train_only:
+        for node in extra:  # storages compare within one recording only
             if not kept.isdisjoint(node.meta["mutates"]):  # no head beside the graph: it changes what the graph reads
                 raise Differs(node, what, "")
+        self.train_only += extra
         self.aligned.append(chosen)
 
     def _check_object(self, nodes: tuple[fx.Node, ...]) -> None:

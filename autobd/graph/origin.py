@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ..errors import CaptureError
 from .arguments import Arguments
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_OWN = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
 class Opaque(Exception):
