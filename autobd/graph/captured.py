@@ -134,7 +134,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
                         expected="the same operations for every batch size and mode",
                         do="move these lines into a submodule of their own: it is then kept whole",
                     ) from None
-                leaves[difference.path] = str(difference)
+                leaves.update(dict.fromkeys(_alike(model, difference.path), str(difference)))
         else:
             raise CaptureError(
                 f"{type(model).__name__} did not settle after {_ATTEMPTS} recordings.",
@@ -178,6 +178,14 @@ def _record_in(
     return recordings
 
 
+def _alike(model: nn.Module, path: str) -> list[str]:
+    """The paths of the modules that will differ like the one at `path`: of its class if it has no children (every drop
+    path of a model), which saves as many recordings."""
+    module = model.get_submodule(path)
+    same = [p for p, m in model.named_modules() if type(m) is type(module) and not m._modules]
+    return [path] if module._modules else same
+
+
 def _finished(
     model: nn.Module,
     arguments: Arguments,
@@ -213,7 +221,7 @@ def _finished(
             node.meta["parameter_bytes"] = sum(p.nbytes for p in modules[node.target].parameters())
         elif node.op == "get_attr" and isinstance(value := _get(model, node.target), nn.Parameter):
             node.meta["parameter_bytes"] = value.nbytes
-    notes = [f"module '{path}' is kept whole: it {reason}" for path, reason in leaves.items()]
+    notes = [f"module '{p}' is kept whole: it {reason}" for p, reason in leaves.items() if modules[p]._modules]
     notes += [f"a {name} that the model returns is left out of the graph's outputs" for name in recording.omitted]
     if merger.train_only:
         aux = sorted({n.meta["path"].split(".")[0] for n in merger.train_only if n.meta.get("path")})
