@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from .blocks import Split, Verification, split
+from .blocks.folding import Wanted
+from .blocks.hybrid import hybrid as hybrid_student
 from .blocks.pair import check_pair
+from .blocks.ties import Policy
 from .cluster import Cluster
 from .errors import InputError
 from .graph import Arguments
@@ -33,6 +36,7 @@ class Distilled:
         split, verification: the block pairs, and the proof that they are the models.
         plan, program: who did what; `print(result.program)` shows the code that ran.
         notes: what the user should know.
+        hybrid: the student with the adapters that could not be folded into it (see `split`); None if there are none.
     """
 
     student: nn.Module
@@ -42,6 +46,7 @@ class Distilled:
     plan: Plan
     program: Program
     notes: tuple[str, ...] = ()
+    hybrid: nn.Module | None = None
 
     def __str__(self) -> str:
         return "\n\n".join(
@@ -63,6 +68,11 @@ def distill(
     inputs: Sequence[Callable[[Any], Any] | None] | None = None,
     blocks: int | None = None,
     cuts: Sequence[tuple[str, str]] | None = None,
+    adapters: Wanted = "auto",
+    resample: bool = False,
+    hybrid: bool = False,
+    ties: Policy = "auto",
+    init: str | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> Distilled:
@@ -83,7 +93,8 @@ def distill(
         batch_size: rows per batch, for a dataset or tensor.
         example: inputs to record the models with; default: the first batch.
         inputs: `(for_teacher, for_student)`, callables from a batch to that model's arguments (None: as it is).
-        blocks, cuts: how many block pairs, or where to cut (see `split`).
+        blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
+        init: "teacher" starts the student from the teacher's weights where shapes allow.
         seed: of dropout and of the order of a dataset or tensor. The caller's random state is left alone.
         progress: show a progress bar.
 
@@ -91,6 +102,8 @@ def distill(
     """
     teacher, student = unwrapped(teacher), unwrapped(student)
     check_pair(teacher, student)
+    if init not in (None, "teacher"):
+        raise InputError("init= names no way to start.", given=repr(init), expected='"teacher" or None')
     recipe = recipe or Recipe()
     if epochs is not None:
         recipe = replace(recipe, epochs=epochs)
@@ -114,16 +127,24 @@ def distill(
             pair_example,
             blocks=blocks,
             cuts=cuts,
+            adapters=adapters,
+            resample=resample,
+            hybrid=hybrid,
+            ties=ties,
             logits=recipe.logits,
             inputs=(lambda pair: pair[0], lambda pair: pair[1]),
         )
         for block in range(len(found)):
             recipe.for_block(block, len(found), found.logits)
         verification = found.verify()
+        found = found.fit(pair_example[0])
         chosen = plan(found, cluster, strategy)
         program = build(chosen, found)
-        history = train(found, program, recipe, batches, to_pair, seed, progress, verification.teacher_writes)
-    return Distilled(student, history, found, verification, chosen, program, tuple(notes))
+        history, rank = train(
+            found, program, recipe, batches, to_pair, seed, progress, verification.teacher_writes, init == "teacher"
+        )
+    kept = hybrid_student(found, student, rank.maps.between())
+    return Distilled(student, history, found, verification, chosen, program, tuple(notes), kept)
 
 
 def _to_pair(

@@ -1,8 +1,10 @@
 """From two captured models to matching block pairs."""
 
+from .adapters import Adapter
 from .carve import Block
-from .cuts import Cut
+from .cuts import Boundary, Cut
 from .split import BlockPair, Split, split
+from .ties import Tie
 from .verify import Verification
 
-__all__ = ["Block", "BlockPair", "Cut", "Split", "Verification", "split"]
+__all__ = ["Adapter", "Block", "BlockPair", "Boundary", "Cut", "Split", "Tie", "Verification", "split"]

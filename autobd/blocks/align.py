@@ -1,32 +1,51 @@
 """Choose which cuts of the teacher go with which cuts of the student: dynamic programming over pairs of cuts.
 
 teacher cuts   t1   t2   t3   t4      a chain of pairs that rises on both sides, every block holding a weight;
-                |     \\         \\     cost: unbalanced work, unequal depth, cuts inside a module or before an
-student cuts   s1      s2       s3    in-place change
+                |     \\         \\     cost: unbalanced work, unequal depth, adapters, cuts inside a module or before
+student cuts   s1      s2       s3    an in-place change
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from .adapters import Adapter, pair_tensors, positions
 from .cuts import Cut
 
 MOST_BLOCKS = 16
-_INNER, _CHANGED_LATER, _DEPTH = 0.02, 0.02, 2.0  # against block costs of about 1 / blocks in all
 _STUDENT_PASSES = 3  # forward and backward of the student against one forward of the teacher
 _MOST_PAIRS = 1500
+_LEAST_BLOCKS = 4  # below which unbalanced blocks are better than fewer
+
+# Penalties of a pair of cuts, against block costs of about 1 / blocks in all.
+_INNER, _CHANGED_LATER, _TIED, _DEPTH = 0.02, 0.02, 0.02, 2.0
+_CHANNELS, _WIDER_STUDENT, _LAYOUT, _UNREACHABLE, _SEVERAL = 0.005, 0.01, 0.01, 0.05, 0.02
+
+
+@dataclass(frozen=True)
+class CutPair:
+    """A teacher's and a student's cut that go together, with an adapter for each tensor (in the student's order)."""
+
+    teacher: Cut
+    student: Cut
+    adapters: tuple[Adapter, ...]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Pairs of cuts, in order, and the shares of the training work (teacher forward, student forward and backward)."""
+    """Pairs of cuts, in order, and the shares of the training work (teacher forward, student forward and backward).
 
-    cuts: tuple[tuple[Cut, Cut], ...]
+    `considered` lists what other numbers of blocks would have given: blocks, and the largest block's share.
+    """
+
+    pairs: tuple[CutPair, ...]
     shares: tuple[float, ...]
+    considered: tuple[tuple[int, float], ...] = ()
 
     @property
     def balanced(self) -> bool:
@@ -34,81 +53,85 @@ class Alignment:
         return max(self.shares) <= 2 / len(self.shares) and min(self.shares) >= 0.25 / len(self.shares)
 
 
-def matching(teacher: Cut, student: Cut) -> bool:
-    """Whether a student block can be trained on this boundary as it is: equal shape, channels included, and dtype."""
-    return teacher.shape == student.shape and teacher.dtype == student.dtype
+def matching(teacher: list[Cut], student: list[Cut], resample: bool = False) -> list[CutPair]:
+    """Every teacher's and student's cut that go together."""
+    found = []
+    for t in teacher:
+        for s in student:
+            adapters = pair_tensors(t, s, resample)
+            if adapters is not None:
+                ordered = replace(t, tensors=tuple(a.teacher for a in adapters))
+                found.append(CutPair(ordered, s, adapters))
+    return found
 
 
 def align(
-    teacher: list[Cut], student: list[Cut], weights: tuple[int, int], flops: tuple[int, int], blocks: int | None
+    pairs: list[CutPair], weights: tuple[int, int], flops: tuple[int, int], blocks: int | None
 ) -> Alignment | None:
     """The best chain of cut pairs.
 
     Arguments:
-        teacher, student: the candidates of each model, in order.
+        pairs: the cuts that go together (see `matching`).
         weights, flops: of each whole model.
         blocks: how many blocks; None: as many as stay balanced, at most 16.
 
     Returns: None if no chain has that many blocks.
     """
-    pairs = [(t, s) for t in teacher for s in student if matching(t, s)]
-    borders = [(t, s) for t, s in pairs if t.border and s.border]
-    progress = _progress(teacher) | _progress(student)
+    progress = _progress([p.teacher for p in pairs]) | _progress([p.student for p in pairs])
+    borders = [p for p in pairs if p.teacher.border and p.student.border]
     for chosen in (borders, pairs):
         chains = _chains(chosen, progress, weights, flops, MOST_BLOCKS if blocks is None else blocks)
-        if blocks is None and len(chains) >= 4:
+        if blocks is None and (len(chains) >= _LEAST_BLOCKS or chosen is pairs):
             return _most_balanced(chains)
         if blocks is not None and blocks in chains:
             return chains[blocks]
-    return _most_balanced(chains) if blocks is None and chains else None
+    return None
 
 
-def _most_balanced(chains: dict[int, Alignment]) -> Alignment:
-    return next(chains[k] for k in sorted(chains, reverse=True) if k == min(chains) or chains[k].balanced)
+def _most_balanced(chains: dict[int, Alignment]) -> Alignment | None:
+    """The most blocks that are balanced; if fewer than four are, four or more with the smallest largest block."""
+    if not chains:
+        return None
+    best = max((k for k in chains if chains[k].balanced), default=0)
+    if best < _LEAST_BLOCKS:
+        enough = [k for k in chains if k >= _LEAST_BLOCKS] or [max(chains)]
+        best = min(enough, key=lambda k: (round(max(chains[k].shares), 2), k))
+    return replace(chains[best], considered=tuple((k, max(c.shares)) for k, c in chains.items()))
 
 
-def _progress(cuts: list[Cut]) -> dict[Cut, float]:
-    """How far each cut is, in FLOPs, between the first and the last cut of its shape (0 to 1).
+def _progress(cuts: list[Cut]) -> dict[int, float]:
+    """How far each cut is, in FLOPs, between the first and the last cut with as many positions (0 to 1), by `id`.
 
-    Depth is compared within a shape: a student whose stem is expensive still pairs stage with stage.
+    Depth is compared within a resolution: a student whose stem is expensive still pairs stage with stage.
     """
-    runs: dict[tuple[int, ...], list[Cut]] = {}
-    for cut in cuts:
-        runs.setdefault(cut.shape, []).append(cut)
+    runs: dict[tuple[int, int], list[Cut]] = defaultdict(list)
+    for cut in sorted(cuts, key=lambda c: c.position):
+        runs[positions(cut.tensors[0]), len(cut.tensors)].append(cut)
     return {
-        c: (c.depth - run[0].depth) / max(run[-1].depth - run[0].depth, 1e-12) for run in runs.values() for c in run
+        id(c): (c.depth - run[0].depth) / max(run[-1].depth - run[0].depth, 1e-12) for run in runs.values() for c in run
     }
 
 
 def _chains(
-    pairs: list[tuple[Cut, Cut]],
-    progress: dict[Cut, float],
+    pairs: list[CutPair],
+    progress: dict[int, float],
     weights: tuple[int, int],
     flops: tuple[int, int],
     most: int,
 ) -> dict[int, Alignment]:
     """The cheapest chain for each number of blocks from 2 to `most` that has one."""
-    pairs = sorted(pairs, key=lambda p: abs(progress[p[0]] - progress[p[1]]))[:_MOST_PAIRS]
-    pairs = sorted(pairs, key=lambda p: (p[0].position, p[1].position))
+    apart = {id(p): abs(progress[id(p.teacher)] - progress[id(p.student)]) for p in pairs}
+    pairs = sorted(pairs, key=lambda p: apart[id(p)])[:_MOST_PAIRS]
+    pairs = sorted(pairs, key=lambda p: (p.teacher.position, p.student.position))
     if not pairs:
         return {}
     position, depth, weight = (
-        torch.tensor([[getattr(c, name) for c in pair] for pair in pairs], dtype=torch.float64)
+        torch.tensor([[getattr(p.teacher, name), getattr(p.student, name)] for p in pairs], dtype=torch.float64)
         for name in ("position", "depth", "weights")
     )
-    work = (
-        depth
-        @ (cost_of := torch.tensor([flops[0], _STUDENT_PASSES * flops[1]], dtype=torch.float64))
-        / max(sum(cost_of), 1)
-    )
-    penalty = torch.tensor(
-        [
-            sum(_INNER * (not c.border) + _CHANGED_LATER * c.changed_later for c in pair)
-            + _DEPTH * (progress[pair[0]] - progress[pair[1]]) ** 2
-            for pair in pairs
-        ],
-        dtype=torch.float64,
-    )
+    cost_of = torch.tensor([flops[0], _STUDENT_PASSES * flops[1]], dtype=torch.float64)
+    work = depth @ cost_of / max(float(cost_of.sum()), 1)
+    penalty = torch.tensor([_penalty(p) + _DEPTH * apart[id(p)] ** 2 for p in pairs], dtype=torch.float64)
     total = torch.tensor(weights, dtype=torch.float64)
 
     def cost(share: Tensor, inside: Tensor, rises: Tensor) -> Tensor:
@@ -117,6 +140,7 @@ def _chains(
 
     always = torch.ones_like(position, dtype=torch.bool)
     between = cost(work[None] - work[:, None], weight[None] - weight[:, None], position[None] > position[:, None])
+    between[_crossed(pairs)] = torch.inf
     best = cost(work, weight, always) + penalty
     last = cost(1 - work, total - weight, always)
     came_from: list[Tensor] = []
@@ -136,3 +160,30 @@ def _chains(
         best = best + penalty
         came_from.append(origin)
     return chains
+
+
+def _penalty(pair: CutPair) -> float:
+    """What speaks against a pair of cuts, unequal depth aside."""
+    cost = sum(
+        _INNER * (not c.border) + _CHANGED_LATER * c.changed_later + _TIED * c.tied
+        for c in (pair.teacher, pair.student)
+    )
+    for adapter in pair.adapters:
+        cost += _CHANNELS * (adapter.kind != "equal") + _LAYOUT * adapter.changes_layout
+        cost += _WIDER_STUDENT * (adapter.student.width > adapter.teacher.width)
+        cost += _UNREACHABLE * (adapter.student.lowest > adapter.teacher.lowest)
+    return cost + _SEVERAL * (len(pair.adapters) - 1)
+
+
+def _crossed(pairs: list[CutPair]) -> tuple[list[int], list[int]]:
+    """Index pairs (row, column) of cut pairs between which a student's tensor passes through but its teacher's partner
+    is another one: the student could not learn the second."""
+    partners = [{a.student.node: a.teacher.node for a in p.adapters} for p in pairs]
+    several = [i for i, p in enumerate(partners) if len(p) > 1]
+    crossed = [
+        (i, j)
+        for i in several
+        for j in several
+        if any(partners[j].get(node, partner) is not partner for node, partner in partners[i].items())
+    ]
+    return [i for i, _ in crossed], [j for _, j in crossed]

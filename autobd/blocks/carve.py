@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..graph import Captured
-from .cuts import Cut
+from .cuts import Boundary, Cut, boundary
 from .dataflow import Dataflow
 
 
@@ -16,13 +18,15 @@ from .dataflow import Dataflow
 class Block:
     """A contiguous part of a model.
 
-    Called as `block(boundary, *inputs)`: the tensor from the block before (absent for the first block), then those of
-    the model's own input tensors that it reads (images for the first block, masks for later ones).
+    Called as `block(*boundary, *inputs)`: the tensors that cross the cut before it (none for the first block), then
+    those of the model's own input tensors that it reads (images for the first block, masks for later ones). Returns
+    the tuple of tensors that cross the cut behind it; what only passes through is handed on.
 
     Attributes:
-        graph: its operations; `inputs`: indices of the model inputs it takes; `first`: it takes no boundary.
+        graph: its operations; `inputs`: indices of the model inputs it takes.
+        receives, returns: the tensors at the cuts before and behind it.
+        passes: indices in `returns` of tensors that an earlier block made.
         modules: first and last module path in it.
-        shape: of one row of its output; `dtype`.
         parameters: keys (in the model) of the parameters it uses.
         parameter_count, flops (one forward pass at the example's batch size), activation_bytes (its outputs inside,
         likewise).
@@ -30,37 +34,45 @@ class Block:
 
     graph: fx.Graph
     inputs: tuple[int, ...]
-    first: bool
+    receives: tuple[Boundary, ...]
+    returns: tuple[Boundary, ...]
+    passes: tuple[int, ...]
     modules: tuple[str, str]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     parameters: tuple[str, ...]
     parameter_count: int
     flops: int
     activation_bytes: int
 
-    def bind(self, captured: Captured, model: nn.Module) -> fx.GraphModule:
-        """The block over the submodules of `model`, which is the captured model or a copy of it."""
-        return captured.bind(self.graph, model)
+    @property
+    def distilled(self) -> tuple[int, ...]:
+        """Indices in `returns` of the tensors that a student block learns."""
+        return tuple(i for i, b in enumerate(self.returns) if b.distilled and i not in self.passes)
+
+    def bind(self, captured: Captured, model: nn.Module, frozen: Mapping[str, Tensor] | None = None) -> fx.GraphModule:
+        """The block over the submodules of `model`, which is the captured model or a copy of it; `frozen` tensors take
+        the place of the parameters of these names."""
+        return captured.bind(self.graph, model, frozen)
 
 
 def carve(flow: Dataflow, cuts: list[Cut]) -> list[Block]:
     """The blocks between consecutive `cuts`, first to last; the last ends at the distilled output."""
-    ends = [*((c.node, c.position) for c in cuts), (flow.output, len(flow.order) - 1)]
-    blocks, boundary, start = [], None, 0
-    for node, position in ends:
-        blocks.append(_block(flow, flow.order[start : position + 1], boundary, node))
-        boundary, start = node, position + 1
+    last = (boundary(flow, flow.output),), len(flow.order) - 1
+    blocks: list[Block] = []
+    before: tuple[Boundary, ...] = ()
+    start = 0
+    for returns, position in [*((c.tensors, c.position) for c in cuts), last]:
+        blocks.append(_block(flow, flow.order[start : position + 1], before, returns))
+        before, start = returns, position + 1
     return blocks
 
 
-def _block(flow: Dataflow, own: list[fx.Node], boundary: fx.Node | None, result: fx.Node) -> Block:
+def _block(flow: Dataflow, own: list[fx.Node], receives: tuple[Boundary, ...], returns: tuple[Boundary, ...]) -> Block:
     needed = set(own).union(*(flow.floats(n) for n in own))
     nodes = sorted(needed, key=lambda n: flow.position[n])
     placeholders = [n for n in flow.nodes if n.op == "placeholder"]
     rows = next((n for n in nodes if n.meta.get("size") and n.target == "size"), None)
     used = set(nodes)
-    if boundary is not None and rows is not None:  # the batch size is read from the boundary
+    if receives and rows is not None:  # the batch size is read from the boundary
         others = {a for n in nodes if n is not rows for a in flow.needs[n]}
         used -= {n for n in placeholders if n not in others}
     inputs = tuple(i for i, n in enumerate(placeholders) if n in used)
@@ -68,7 +80,7 @@ def _block(flow: Dataflow, own: list[fx.Node], boundary: fx.Node | None, result:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     changed = frozenset().union(*(n.meta["mutates"] for n in nodes)) if nodes else frozenset()
-    entries = ([boundary] if boundary is not None else []) + [placeholders[i] for i in inputs]
+    entries = [*(b.node for b in receives), *(placeholders[i] for i in inputs)]
     for node in entries:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
@@ -78,12 +90,14 @@ def _block(flow: Dataflow, own: list[fx.Node], boundary: fx.Node | None, result:
     for node in nodes:
         if node.op == "placeholder":
             continue
-        if node is rows and boundary is not None:
-            copies[node] = graph.call_method("size", (copies[boundary], 0))
+        if node is rows and receives:
+            copies[node] = graph.call_method("size", (copies[receives[0].node], 0))
+            if receives[0].folded != 1:
+                copies[node] = graph.call_function(operator.floordiv, (copies[node], receives[0].folded))
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(copies[result])
-    return _described(flow, graph, nodes, inputs, boundary is None, own, result)
+    graph.output(tuple(copies[b.node] for b in returns))
+    return _described(flow, graph, nodes, inputs, own, receives, returns)
 
 
 def _described(
@@ -91,21 +105,22 @@ def _described(
     graph: fx.Graph,
     nodes: list[fx.Node],
     inputs: tuple[int, ...],
-    first: bool,
     own: list[fx.Node],
-    result: fx.Node,
+    receives: tuple[Boundary, ...],
+    returns: tuple[Boundary, ...],
 ) -> Block:
     names = {id(p): name for name, p in flow.captured.model.named_parameters()}
     parameters = list({id(p): p for n in nodes for p in flow.own_parameters(n)}.values())
-    paths = [str(n.meta["path"]) for n in own if n.meta["path"]] or [str(n.name) for n in own] or [result.name]
+    paths = [str(n.meta["path"]) for n in own if n.meta["path"]] or [str(n.name) for n in own] or [returns[0].node.name]
     saved = {flow.storage(n): n for n in own if "shape" in n.meta}
+    given = {b.node for b in receives}
     return Block(
         graph,
         inputs,
-        first,
+        receives,
+        returns,
+        tuple(i for i, b in enumerate(returns) if b.node in given),
         (paths[0], paths[-1]),
-        tuple(c for _, c in result.meta["dims"][1:]),
-        result.meta["dtype"],
         tuple(names[id(p)] for p in parameters),
         sum(p.numel() for p in parameters),
         sum(n.meta["flops"] for n in nodes),

@@ -1,15 +1,54 @@
-"""Cut candidates of one model: the positions where a single activation crosses."""
+"""Cut candidates of one model: the positions where one activation crosses, or a few where there is no such position."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from ..errors import SplitError, nearest
-from ..graph.leaves import is_leaf
 from .dataflow import Dataflow
+from .layout import Lowest
+
+_GAP = 0.2  # share of the FLOPs without a single-tensor cut from which on several tensors may cross
+_MOST_TENSORS = 6
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One tensor that crosses a cut.
+
+    Attributes:
+        node: what makes it.
+        shape: of one row (without the batch); `dtype`.
+        folded: how many of its rows belong to one row of the batch (windows folded into the batch axis); mostly 1.
+        channels: which axis of `shape` holds channels.
+        lowest: how low its values reach.
+    """
+
+    node: fx.Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    folded: int
+    channels: int
+    lowest: Lowest
+
+    @property
+    def distilled(self) -> bool:
+        """Whether a student can learn it; masks and indices are carried along as they are."""
+        return self.dtype.is_floating_point
+
+    @property
+    def width(self) -> int:
+        return self.shape[self.channels] if self.shape else 1
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The sizes of the other axes: positions of an image, tokens."""
+        return self.shape[: self.channels] + self.shape[self.channels + 1 :]
 
 
 @dataclass(frozen=True)
@@ -17,84 +56,158 @@ class Cut:
     """A place between two blocks.
 
     Attributes:
-        name: the outermost module whose output the boundary is, else the node's name.
+        name: the outermost module whose output crosses, else the node's name.
         aliases: every name that `cuts=` accepts for it.
-        node: the boundary's node; `position`: how far in `Dataflow.order` the block before it goes.
-        shape: of one row (without the batch); `dtype`.
-        border: the boundary is the output of a stage or layer (a module with submodules, in the root or a container).
-        changed_later: a later in-place operation overwrites the boundary (the block after it then works on a copy).
+        tensors: what crosses: those that are distilled, then masks and indices that are carried along.
+        position: how far in `Dataflow.order` the block before it goes.
+        border: it is behind a stage or layer (a module with submodules, in the root or a container).
+        changed_later: a later in-place operation overwrites a tensor (the block after it then works on a copy).
+        tied: a trainable weight is used on both sides.
         depth: share of the model's FLOPs before it, 0 to 1.
         weights: how many weights are used before it.
     """
 
     name: str
     aliases: tuple[str, ...]
-    node: fx.Node
+    tensors: tuple[Boundary, ...]
     position: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     border: bool
     changed_later: bool
+    tied: bool
     depth: float
     weights: int
 
+    @property
+    def distilled(self) -> tuple[Boundary, ...]:
+        return tuple(t for t in self.tensors if t.distilled)
+
 
 def candidates(flow: Dataflow) -> list[Cut]:
-    """All cuts of a model, in order. Of several positions with the same boundary the last is taken, so that an in-place
-    change of the boundary belongs to the block that makes it."""
-    found: dict[fx.Node, int] = {}
-    for position, live in enumerate(flow.crossing):
-        if len(live) == 1 and position not in flow.forbidden:
-            (node,) = live
-            if node is not flow.output and _is_boundary(node):
-                found[node] = position
-    return [_cut(flow, node, position) for node, position in found.items()]
+    """The cuts that alignment chooses from, in order.
+
+    Of several positions with the same single activation the last is taken, so that an in-place change of it belongs to
+    the block that makes it. Where a fifth of the model has no such position, borders that up to six tensors cross are
+    taken as well.
+    """
+    last: dict[frozenset[fx.Node], Cut] = {}
+    for cut in every_cut(flow):
+        if len(cut.distilled) == 1:
+            last[frozenset(t.node for t in cut.tensors)] = cut
+    single = sorted(last.values(), key=lambda cut: cut.position)
+    edges = [(-1, 0.0), *((cut.position, cut.depth) for cut in single), (len(flow.order), 1.0)]
+    gaps = [(start, end) for (start, before), (end, after) in pairwise(edges) if after - before > _GAP]
+    several = [
+        cut
+        for cut in (every_cut(flow) if gaps else ())
+        if len(cut.distilled) > 1 and cut.border and any(start < cut.position < end for start, end in gaps)
+    ]
+    return sorted([*single, *several], key=lambda cut: cut.position)
 
 
-def _is_boundary(node: fx.Node) -> bool:
-    dims: tuple[tuple[int, int], ...] = node.meta.get("dims", ())
-    return dims[:1] == ((1, 0),) and not any(a for a, _ in dims[1:]) and node.meta["dtype"].is_floating_point
+def every_cut(flow: Dataflow) -> Iterator[Cut]:
+    """A cut at each position that allows one."""
+    for position in range(len(flow.order)):
+        tensors = crossing(flow, position)
+        if tensors is not None:
+            yield _cut(flow, tensors, position)
 
 
-def _cut(flow: Dataflow, node: fx.Node, position: int) -> Cut:
-    exits: list[str] = node.meta.get("exits", [])
-    total = flow.flops_until[-1] or 1
-    storage = flow.storage(node)
-    later = any(storage in n.meta["mutates"] for n in flow.order[position + 1 :])
-    return Cut(
-        exits[-1] if exits else node.name,
-        tuple(dict.fromkeys([*exits, node.name])),
+def crossing(flow: Dataflow, position: int) -> tuple[Boundary, ...] | None:
+    """What crosses a position of `Dataflow.order`; None if no cut can be there (see `obstacle`)."""
+    if obstacle(flow, position) is not None:
+        return None
+    tensors = [boundary(flow, node) for node in flow.crossing[position]]
+    return tuple(sorted(tensors, key=lambda t: (not t.distilled, flow.position[t.node])))
+
+
+def obstacle(flow: Dataflow, position: int) -> str | None:
+    """Why no cut can be at a position."""
+    live = flow.crossing[position]
+    if position in flow.forbidden:
+        return "state that the forward changes is used on both sides"
+    odd = [n for n in live if not has_rows(n)]
+    if odd:
+        return f"'{odd[0].name}' crosses and does not have one row per sample"
+    distilled = [n for n in live if n.meta["dtype"].is_floating_point]
+    if len(distilled) > _MOST_TENSORS:
+        return f"{len(distilled)} tensors cross"
+    if not distilled or flow.output in live:
+        return "the distilled output is made before it" if flow.output in live else "no activation crosses"
+    return None
+
+
+def boundary(flow: Dataflow, node: fx.Node) -> Boundary:
+    """What is known of a node as a tensor at a cut."""
+    (folded, _), *rest = node.meta["dims"]
+    return Boundary(
         node,
-        position,
-        tuple(c for _, c in node.meta["dims"][1:]),
+        tuple(c for _, c in rest),
         node.meta["dtype"],
-        any(_is_stage(flow, path) for path in exits),
-        later,
-        flow.flops_until[position] / total,
+        folded,
+        flow.layouts.channel_axis(node) - 1 if rest else 0,
+        flow.layouts.lowest[node],
+    )
+
+
+def has_rows(node: fx.Node) -> bool:
+    """Whether the first axis of a tensor is the batch (or a multiple of it) and no other one depends on it."""
+    dims: tuple[tuple[int, int], ...] = node.meta.get("dims", ())
+    return bool(dims) and dims[0][0] >= 1 and dims[0][1] == 0 and not any(a for a, _ in dims[1:])
+
+
+def _cut(flow: Dataflow, tensors: tuple[Boundary, ...], position: int) -> Cut:
+    made_last = max((t.node for t in tensors if t.distilled), key=lambda n: flow.position[n])
+    exits: list[str] = list(made_last.meta.get("exits", []))
+    border = any(flow.is_stage(path) for path in exits)
+    if sum(t.distilled for t in tensors) > 1:
+        ended = flow.borders.get(position, [])
+        exits, border = [*exits, *(path for path in ended if path not in exits)], bool(ended)
+    storages = {flow.storage(t.node) for t in tensors}
+    return Cut(
+        exits[-1] if exits else made_last.name,
+        tuple(dict.fromkeys([*exits, made_last.name])),
+        tensors,
+        position,
+        border,
+        any(not storages.isdisjoint(n.meta["mutates"]) for n in flow.order[position + 1 :]),
+        any(at[0] <= position < at[-1] for at in flow.tied_weights.values()),
+        flow.flops_until[position] / (flow.flops_until[-1] or 1),
         flow.weights_until[position],
     )
 
 
-def _is_stage(flow: Dataflow, path: str) -> bool:
-    module, parent = flow.modules[path], flow.modules[path.rpartition(".")[0]]
-    in_container = parent is flow.captured.model or isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-    return in_container and not is_leaf(module) and any(p.ndim >= 2 for p in module.parameters())
-
-
-def named(name: str, cuts: list[Cut], flow: Dataflow, whose: str) -> Cut:
-    """The cut called `name` (module path or node name) of the model called `whose`.
+def named(name: str, flow: Dataflow, whose: str) -> Cut:
+    """The cut called `name` (module path or node name) of the model called `whose`, right behind it.
 
     Errors: SplitError that lists the nearest valid names.
     """
+    cuts = list(every_cut(flow))
     matches = [c for c in cuts if name in c.aliases]
     if matches:
-        return matches[-1]
+        return matches[0]
     valid = [alias for c in cuts for alias in c.aliases]
     if name in flow.modules:
-        problem = (
-            f"Nothing can be cut after module '{name}' of the {whose}: more than one tensor crosses there, "
-            "or a weight is used on both sides."
+        reasons = list(dict.fromkeys(_obstacles_after(flow, name)))
+        problem = f"Nothing can be cut after module '{name}' of the {whose}: " + (
+            reasons[0] if reasons else "its output is not what the next layers read"
         )
     else:
         problem = f"The {whose} has no module or node '{name}' to cut after."
     raise SplitError(problem, given=repr(name), expected=f"one of: {nearest(name, valid)}")
+
+
+def _obstacles_after(flow: Dataflow, path: str) -> Iterator[str]:
+    inside = [i for i, n in enumerate(flow.order) if _below(str(n.meta["path"]), path)]
+    if not inside:
+        yield "it is not on the way to the distilled output"
+        return
+    reason = obstacle(flow, inside[-1])
+    if reason is not None:
+        yield reason
+    distilled = [n.name for n in flow.crossing[inside[-1]] if n.meta["dtype"].is_floating_point]
+    if len(distilled) > 1:
+        yield f"{len(distilled)} tensors cross there ({', '.join(distilled[:4])})"
+
+
+def _below(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + ".")

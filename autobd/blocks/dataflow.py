@@ -14,6 +14,8 @@ from itertools import accumulate
 from torch import fx, nn
 
 from ..graph import Captured
+from ..graph.leaves import is_leaf
+from .layout import Layouts
 
 
 class Dataflow:
@@ -22,7 +24,7 @@ class Dataflow:
     Arguments:
         captured: the model.
         output: the name of the output that is distilled.
-        trained: True for a student: parameters and state that several nodes share keep these in one block.
+        trained: True for a student: it is also asked which weights are tied.
     """
 
     def __init__(self, captured: Captured, output: str, trained: bool) -> None:
@@ -31,6 +33,7 @@ class Dataflow:
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.modules = dict(captured.model.named_modules())
         self.needs = self._needs()
+        self._floats: dict[fx.Node, set[fx.Node]] = {}
         self._classify()
         self.order = [n for n in self.nodes if n in self.on_path and n not in self.floating]
         self.index = {n: i for i, n in enumerate(self.order)}
@@ -125,6 +128,11 @@ class Dataflow:
 
     def floats(self, node: fx.Node) -> set[fx.Node]:
         """The floating nodes that must be made anew for `node`."""
+        if node not in self._floats:
+            self._floats[node] = self._floating_needs(node)
+        return self._floats[node]
+
+    def _floating_needs(self, node: fx.Node) -> set[fx.Node]:
         found: set[fx.Node] = set()
         todo = [n for n in self.needs[node] if n in self.floating]
         while todo:
@@ -153,38 +161,72 @@ class Dataflow:
         return result
 
     @cached_property
-    def ties(self) -> dict[str, range]:
-        """What several nodes share: state that the forward changes and, for a student, trainable parameters and the
-        buffers of a module called more than once. Key in the model -> positions in `order` where no cut may be."""
+    def layouts(self) -> Layouts:
+        return Layouts(self.nodes, self.modules)
+
+    @cached_property
+    def borders(self) -> dict[int, list[str]]:
+        """Positions in `order` behind a stage (see `cuts.is_stage`), with the stages that end there, outermost last."""
+        last: dict[str, int] = {}
+        for i, node in enumerate(self.order):
+            path = str(node.meta["path"])
+            while path:
+                last[path] = i
+                path = path.rpartition(".")[0]
+        found: dict[int, list[str]] = defaultdict(list)
+        for path in sorted(last, key=len, reverse=True):
+            if self.is_stage(path):
+                found[last[path]].append(path)
+        return dict(found)
+
+    def is_stage(self, path: str) -> bool:
+        """Whether `path` is a stage or layer: a module with submodules and weights, in the root or in a container."""
+        module, parent = self.modules[path], self.modules[path.rpartition(".")[0]]
+        in_container = parent is self.captured.model or isinstance(
+            parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        )
+        return in_container and not is_leaf(module) and any(p.ndim >= 2 for p in module.parameters())
+
+    @cached_property
+    def tied_weights(self) -> dict[str, list[int]]:
+        """Trainable weights of a student that several nodes use: key in the model -> where in `order`."""
+        if not self.trained:
+            return {}
+        names = {id(p): n for n, p in self.captured.model.named_parameters()}
+        used: dict[str, list[int]] = defaultdict(list)
+        for i, node in enumerate(self.order):
+            weights = (p for part in {node} | self.floats(node) for p in self.own_parameters(part) if p.requires_grad)
+            for name in {names[id(p)] for p in weights}:
+                used[name].append(i)
+        return {name: at for name, at in used.items() if len(at) > 1}
+
+    @cached_property
+    def tied_state(self) -> dict[str, range]:
+        """State that the forward changes and several nodes share, such as the statistics of a norm that is called more
+        than once: key in the model -> positions in `order` where no cut may be."""
         model = self.captured.model
-        names = {id(t): n for n, t in (*model.named_buffers(), *model.named_parameters())}
+        names = {id(b): n for n, b in (*model.named_parameters(), *model.named_buffers())}
         calls = Counter(node.target for node in self.order if node.op == "call_module")
-        touched: dict[str, list[int]] = defaultdict(list)
         in_leaves = {
             names[id(b)]
             for node in self.order
             if node.op == "call_module" and node.meta["stateful"]
             for b in self.modules[str(node.target)].buffers()
         }
+        touched: dict[str, list[int]] = defaultdict(list)
         for i, node in enumerate(self.order):
             for used in {node} | self.floats(node):
                 if used.op == "get_attr" and (used.target in in_leaves or self._changes(self.storage(used))):
                     touched[str(used.target)].append(i)
-                if used.op == "call_module" and used.meta["stateful"]:
+                if used.op == "call_module" and (used.meta["stateful"] or (self.trained and calls[used.target] > 1)):
                     for buffer in self.modules[str(used.target)].buffers():
                         touched[names[id(buffer)]].append(i)
-                if self.trained:
-                    shared = [p for p in self.own_parameters(used) if p.requires_grad]
-                    if used.op == "call_module" and calls[used.target] > 1:
-                        shared += self.modules[str(used.target)].buffers()
-                    for tensor in shared:
-                        touched[names[id(tensor)]].append(i)
         return {name: range(min(at), max(at)) for name, at in touched.items() if min(at) < max(at)}
 
     @cached_property
     def forbidden(self) -> set[int]:
-        """Positions in `order` with something tied on both sides."""
-        return {i for places in self.ties.values() for i in places}
+        """Positions in `order` with changing state on both sides."""
+        return {i for places in self.tied_state.values() for i in places}
 
     def _changes(self, storage: int | None) -> bool:
         return storage in self.state and any(storage in n.meta["mutates"] for n in self.nodes)

@@ -8,6 +8,10 @@ from torch import fx, nn
 
 from ..errors import InputError, SplitError
 from ..graph import Arguments, Captured
+from .adapters import Adapter, adapter
+from .choose import row
+from .cuts import boundary, has_rows
+from .dataflow import Dataflow
 
 
 def check_pair(teacher: nn.Module, student: nn.Module) -> None:
@@ -85,22 +89,29 @@ def paired_outputs(teacher: Captured, student: Captured) -> tuple[str, str]:
             "A model returns no floating-point tensor to distil.", given=f"{list(mine)} and {list(theirs)}"
         )
     common = [name for name in mine if name in theirs]
-    names = (common[0], common[0]) if common else (next(iter(mine)), next(iter(theirs)))
-    t, s = mine[names[0]], theirs[names[1]]
-    if t.meta["dims"] != s.meta["dims"] or t.meta["dtype"] != s.meta["dtype"]:
+    return (common[0], common[0]) if common else (next(iter(mine)), next(iter(theirs)))
+
+
+def output_adapter(flows: tuple[Dataflow, Dataflow]) -> Adapter:
+    """The adapter between the two distilled outputs. Errors: SplitError if they are apart."""
+    for flow in flows:
+        if not has_rows(flow.output) or flow.output.meta["dims"][0] != (1, 0):
+            raise SplitError(
+                "The distilled output does not have the batch as its first dimension.",
+                given=f"'{flow.output.name}' {list(flow.output.meta['shape'])}",
+                expected="one row per sample",
+            )
+    teacher, student = (boundary(flow, flow.output) for flow in flows)
+    found = adapter(teacher, student)
+    hidden = len(teacher.shape) > 1  # of a flat output, other sizes mean other classes
+    if found is None or (found.kind != "equal" and not hidden) or found.resamples:
         raise SplitError(
             "The two models' outputs differ.",
-            given=f"teacher '{names[0]}' {_node(t)}, student '{names[1]}' {_node(s)}",
+            given=f"teacher '{flows[0].output.name}' {row(teacher)}, student '{flows[1].output.name}' {row(student)}",
             expected="outputs of equal shape (the same number of classes) and dtype",
             do="build the student with the teacher's number of classes",
         )
-    if t.meta["dims"][0] != (1, 0):
-        raise SplitError(
-            f"Output '{names[0]}' does not have the batch as its first dimension.",
-            given=_node(t),
-            expected="one row per sample",
-        )
-    return names
+    return found
 
 
 def is_logits(captured: tuple[Captured, Captured], outputs: tuple[str, str]) -> bool | None:
@@ -121,10 +132,6 @@ def _is_classifier(model: nn.Module, output: str, node: fx.Node) -> bool:
     if package == "torchvision":
         return type(model).__module__.split(".")[1] == "models" and output == "output"
     return package == "transformers" and output == "logits" and "Classification" in type(model).__name__
-
-
-def _node(node: fx.Node) -> str:
-    return f"{list(node.meta['shape'])} {str(node.meta['dtype']).removeprefix('torch.')}"
 
 
 def _set(values: set[Any]) -> str:

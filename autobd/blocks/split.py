@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from ..errors import InputError, SplitError
 from ..graph import Arguments, Captured, capture
 from ..graph.state import unwrapped
 from ..tables import quantity, shape, table
-from .align import align, matching
+from .adapters import Adapter
+from .align import Alignment
 from .carve import Block, carve
-from .cuts import Cut, candidates, named
+from .choose import found_cuts, given_cuts
 from .dataflow import Dataflow
-from .pair import check_devices, check_pair, is_logits, paired_outputs
+from .explain import explain
+from .fit import fit
+from .folding import Wanted, with_kinds
+from .pair import check_devices, check_pair, is_logits, output_adapter, paired_outputs
+from .ties import Policy, Tie, find_ties
 from .verify import Verification, verify
 
 
 @dataclass(frozen=True)
 class BlockPair:
-    """A teacher block and the student block that learns to reproduce it."""
+    """A teacher block and the student block that learns to reproduce it, with an adapter for each tensor behind it."""
 
     teacher: Block
     student: Block
+    adapters: tuple[Adapter, ...]
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,20 @@ class Split:
     Attributes:
         teacher, student: the captured models.
         pairs: the block pairs, first to last.
-        cuts: the pairs of cuts between them.
+        alignment: the pairs of cuts between them.
         outputs: name of the teacher's and of the student's output that the last pair distils.
         logits: whether that output is a classifier's logits (None: unknown).
+        ties: weights that several student blocks use.
         notes: what the user should know.
     """
 
     teacher: Captured
     student: Captured
     pairs: tuple[BlockPair, ...]
-    cuts: tuple[tuple[Cut, Cut], ...]
+    alignment: Alignment
     outputs: tuple[str, str]
     logits: bool | None
+    ties: tuple[Tie, ...]
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -56,10 +63,25 @@ class Split:
         """The teacher's blocks over its own submodules."""
         return [pair.teacher.bind(self.teacher, self.teacher.model) for pair in self.pairs]
 
-    def bind_student(self, model: nn.Module | None = None) -> list[fx.GraphModule]:
-        """The student's blocks over the submodules of `model`, a copy of the student (default: the student itself)."""
+    def bind_student(
+        self, model: nn.Module | None = None, frozen: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> list[fx.GraphModule]:
+        """The student's blocks over the submodules of `model`, a copy of the student (default: the student itself).
+
+        Arguments:
+            frozen: for each block, tensors that take the place of the parameters of these names.
+        """
         model = self.student.model if model is None else model
-        return [pair.student.bind(self.student, model) for pair in self.pairs]
+        given = frozen or [{}] * len(self)
+        return [p.student.bind(self.student, model, own) for p, own in zip(self.pairs, given, strict=True)]
+
+    def fit(self, batch: Any) -> Split:
+        """This split with the channel maps of its adapters chosen from the teacher's activations on `batch`."""
+        return fit(self, Arguments.of(batch, self.teacher.model))
+
+    def explain(self) -> str:
+        """Why these cuts: what was paired, what was passed over and for which reason."""
+        return explain(self)
 
     def verify(self, rows: int | None = None) -> Verification:
         """Prove on these models that blocks in order equal the whole: output, buffers and gradients, bit by bit.
@@ -86,7 +108,8 @@ class Split:
                     i,
                     " .. ".join(dict.fromkeys(t.modules)),
                     " .. ".join(dict.fromkeys(s.modules)),
-                    shape(("N", *t.shape)),
+                    " + ".join(shape(("N", *b.shape)) for b in t.returns),
+                    "; ".join(str(a) for a in pair.adapters if str(a)) or "-",
                     *(quantity(v) for v in (t.parameter_count, s.parameter_count, t.flops, s.flops)),
                     quantity(s.activation_bytes, "B"),
                 ]
@@ -95,6 +118,7 @@ class Split:
             [
                 "",
                 "total",
+                "",
                 "",
                 "",
                 *(quantity(v) for v in (totals[0][0], totals[1][0], totals[0][1], totals[1][1])),
@@ -107,6 +131,7 @@ class Split:
                 "teacher",
                 "student",
                 "boundary",
+                "adapter",
                 "teacher params",
                 "student params",
                 "teacher FLOPs",
@@ -129,6 +154,10 @@ def split(
     *,
     blocks: int | None = None,
     cuts: Sequence[tuple[str, str]] | None = None,
+    adapters: Wanted = "auto",
+    resample: bool = False,
+    hybrid: bool = False,
+    ties: Policy = "auto",
     inputs: Any = None,
     logits: bool | None = None,
 ) -> Split:
@@ -139,6 +168,12 @@ def split(
         example: inputs for both models (see `capture`), at any batch size.
         blocks: how many block pairs; default: as many as stay balanced, at most 16.
         cuts: pairs of module paths (or node names) after which to cut, instead of choosing.
+        adapters: where channels differ: "matched" (a fixed map of the teacher's channels, the default), "trainable"
+            (a trained map that is folded into the student), or `{block: kind}`.
+        resample: allow cuts where image sizes differ; the teacher's tensors are interpolated.
+        hybrid: allow trainable adapters that cannot be folded.
+        ties: what becomes of a weight that several blocks use: "first" (trained in the first one), "together" (trained
+            by all, in one stage), or "auto" (first, unless a block would then have nothing to train).
         inputs: `(for_teacher, for_student)`, callables from the example to each model's arguments.
         logits: whether the distilled output is a classifier's logits; default: known for timm, torchvision and
             Hugging Face classifiers.
@@ -158,90 +193,25 @@ def split(
     captured = capture(teacher, arguments[0], train=False), capture(student, arguments[1])
     outputs = paired_outputs(*captured)
     flows = Dataflow(captured[0], outputs[0], trained=False), Dataflow(captured[1], outputs[1], trained=True)
-    chosen = _given_cuts(cuts, flows) if cuts is not None else _found_cuts(flows, blocks)
-    teacher_blocks, student_blocks = (carve(flow, [pair[side] for pair in chosen]) for side, flow in enumerate(flows))
-    pairs = tuple(BlockPair(t, s) for t, s in zip(teacher_blocks, student_blocks, strict=True))
+    last = output_adapter(flows)
+    found = given_cuts(cuts, flows, resample) if cuts is not None else found_cuts(flows, blocks, resample)
+    sides = [[p.teacher for p in found.pairs], [p.student for p in found.pairs]]
+    teacher_blocks, student_blocks = (carve(flow, side) for flow, side in zip(flows, sides, strict=True))
+    chosen = with_kinds([*(p.adapters for p in found.pairs), (last,)], student_blocks, student, adapters, hybrid)
+    pairs = tuple(BlockPair(*parts) for parts in zip(teacher_blocks, student_blocks, chosen, strict=True))
+    tied = find_ties(student, student_blocks, ties)
     return Split(
         *captured,
         pairs,
-        tuple(chosen),
+        found,
         outputs,
         is_logits(captured, outputs) if logits is None else logits,
-        _notes(captured, pairs, flows[1]),
+        tied,
+        _notes(captured, pairs, tied),
     )
 
 
-def _found_cuts(flows: tuple[Dataflow, Dataflow], blocks: int | None) -> list[tuple[Cut, Cut]]:
-    if blocks == 1:
-        return []
-    if blocks is not None and (not isinstance(blocks, int) or blocks < 1):
-        raise InputError(
-            "blocks= asks for an impossible number.", given=blocks, expected="a whole number of at least 1"
-        )
-    found = [candidates(flow) for flow in flows]
-    weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
-    flops = flows[0].flops_until[-1], flows[1].flops_until[-1]
-    alignment = align(found[0], found[1], weights, flops, blocks)
-    if alignment is not None:
-        return list(alignment.cuts)
-    if blocks is not None and align(found[0], found[1], weights, flops, None) is not None:
-        ceiling = max(k for k in range(2, len(found[0]) + 2) if align(found[0], found[1], weights, flops, k))
-        raise SplitError(
-            f"{blocks} blocks were asked for.",
-            given=f"blocks={blocks}",
-            expected=f"at most {ceiling} for this pair",
-            do="ask for fewer blocks, or leave blocks= out",
-        )
-    raise SplitError(
-        "The two models have no common cut.",
-        given="\n            ".join(
-            f"{whose} can be cut at: {_shapes(cuts)}" for whose, cuts in zip(("teacher", "student"), found, strict=True)
-        ),
-        expected="boundaries of equal shape, channels included, with a weight on either side"
-        + "".join(f"\n            ({note})" for note in _tie_notes(flows[1], every=True)),
-        do="give the student the teacher's width at some boundaries, feed both the same input size, "
-        "or train it as one block with blocks=1",
-    )
-
-
-def _given_cuts(cuts: Sequence[tuple[str, str]], flows: tuple[Dataflow, Dataflow]) -> list[tuple[Cut, Cut]]:
-    found = [candidates(flow) for flow in flows]
-    pairs: list[tuple[Cut, Cut]] = []
-    for entry in cuts:
-        if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(isinstance(n, str) for n in entry):
-            raise InputError(
-                "cuts= holds something else than a pair of names.",
-                given=repr(entry),
-                expected='("teacher module", "student module")',
-            )
-        pair = named(entry[0], found[0], flows[0], "teacher"), named(entry[1], found[1], flows[1], "student")
-        if not matching(*pair):
-            raise SplitError(
-                f"Block {len(pairs)}: the boundaries at cut {tuple(entry)} differ.",
-                given=f"teacher {_row(pair[0])}, student {_row(pair[1])}",
-                expected="equal shapes and dtypes, channels included",
-                do="cut elsewhere, or give the student the teacher's width there",
-            )
-        if pairs and not all(a.position < b.position for a, b in zip(pairs[-1], pair, strict=True)):
-            raise SplitError(
-                f"Cut {tuple(entry)} does not come after the one before it in both models.",
-                given=f"cuts={list(cuts)}",
-                expected="cuts in the order of the forward pass",
-            )
-        pairs.append(pair)
-    return pairs
-
-
-def _tie_notes(student: Dataflow, every: bool = False) -> list[str]:
-    """Weights that keep cuts away: those over more than a tenth of the student, or `every` one."""
-    long = [n for n, at in student.ties.items() if every or len(at) > len(student.order) / 10]
-    if not long:
-        return []
-    more = f" and {len(long) - 3} more" if len(long) > 3 else ""
-    return [f"student: used in several places, no cut between them: {', '.join(long[:3])}{more}"]
-
-
-def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...], student: Dataflow) -> tuple[str, ...]:
+def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...], ties: tuple[Tie, ...]) -> tuple[str, ...]:
     notes = [f"{whose}: {note}" for whose, c in zip(("teacher", "student"), captured, strict=True) for note in c.notes]
     used = {name for pair in pairs for name in pair.student.parameters}
     idle = [n for n, p in captured[1].model.named_parameters() if n not in used and p.requires_grad]
@@ -250,13 +220,6 @@ def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...], st
             f"student: not on the way to the distilled output, left as they are: {', '.join(idle[:4])}"
             + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
         )
-    return (*notes, *_tie_notes(student))
-
-
-def _shapes(cuts: list[Cut]) -> str:
-    shown = list(dict.fromkeys(shape(("N", *c.shape)) for c in cuts))
-    return ", ".join(shown[:12]) + (" ..." if len(shown) > 12 else "") if shown else "no place"
-
-
-def _row(cut: Cut) -> str:
-    return f"{shape(('N', *cut.shape))} {str(cut.dtype).removeprefix('torch.')}"
+    if pairs[-1].adapters[0].kind != "equal":
+        notes.append("the student's output is trained to be a projection of the teacher's, which has another width")
+    return (*notes, *map(str, ties))

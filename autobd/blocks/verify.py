@@ -14,6 +14,7 @@ from ..errors import VerifyError
 from ..graph import Arguments, Captured
 from ..graph.state import identical, module_tensors, untouched, written
 from ..tables import table
+from .carve import Block
 
 if TYPE_CHECKING:
     from .split import Split
@@ -108,12 +109,12 @@ def _whole(captured: Captured, arguments: Arguments, output: str) -> Tensor:
     return _select(captured.model(*own.args, **own.kwargs), output)
 
 
-def run_blocks(bound: list[fx.GraphModule], blocks: list[Any], arguments: Arguments) -> Tensor:
+def run_blocks(bound: list[fx.GraphModule], blocks: list[Block], arguments: Arguments) -> Tensor:
     """All blocks in order, on the model's own arguments."""
     tensors = arguments.tensors
-    boundary: list[Tensor] = []
+    boundary: tuple[Tensor, ...] = ()
     for module, block in zip(bound, blocks, strict=True):
-        boundary = [module(*boundary, *(tensors[i] for i in block.inputs))]
+        boundary = module(*boundary, *(tensors[i] for i in block.inputs))
     return boundary[0]
 
 

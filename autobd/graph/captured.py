@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..errors import CaptureError, InputError
@@ -58,24 +59,29 @@ class Captured:
         """FLOPs of one forward pass at the example's batch size."""
         return sum(n.meta["flops"] for n in self.graph.nodes)
 
-    def bind(self, graph: fx.Graph, model: nn.Module) -> fx.GraphModule:
-        """`graph` (this one or a part of it) over the submodules and parameters of `model`, a copy of `self.model`."""
+    def bind(self, graph: fx.Graph, model: nn.Module, frozen: Mapping[str, Tensor] | None = None) -> fx.GraphModule:
+        """`graph` (this one or a part of it) over the submodules and parameters of `model`, a copy of `self.model`.
+
+        Arguments:
+            frozen: tensors that take the place of the parameters of these names.
+        """
         graph = with_gradient_regions(graph)
         bound = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         targets: dict[str, Any] = {}
+        instead = {id(model.get_parameter(name)): value for name, value in (frozen or {}).items()}
         for node in graph.nodes:
-            copies[node] = copy = bound.node_copy(node, lambda n: copies[n])
+            copies[node] = twin = bound.node_copy(node, lambda n: copies[n])
             if node.op == "call_module":
-                targets[node.target] = model.get_submodule(node.target)
+                targets[node.target] = _with_tensors(model.get_submodule(node.target), instead)
             elif node.op == "get_attr" and node.target == "training":
                 targets["training"] = model.training
             elif node.op == "get_attr":  # a path below a module of the user's would register the tensor there anew
                 known = node.target in self.objects
-                copy.target = f"_{len(targets)}_{node.target.replace('.', '_')}"
-                targets[copy.target] = self.objects[node.target] if known else _get(model, node.target)
-        graph = bound
-        return fx.GraphModule(targets, graph, type(self.model).__name__)
+                twin.target = f"_{len(targets)}_{node.target.replace('.', '_')}"
+                value = self.objects[node.target] if known else _get(model, node.target)
+                targets[twin.target] = instead.get(id(value), value)
+        return fx.GraphModule(targets, bound, type(self.model).__name__)
 
     def __str__(self) -> str:
         rows = [
@@ -245,6 +251,14 @@ def _named(outputs: Any, prefix: str = "") -> dict[str, fx.Node]:
     elif isinstance(outputs, (tuple, list)):
         items = enumerate(outputs)
     return {name: node for key, value in items for name, node in _named(value, f"{prefix}{key}.").items()}
+
+
+def _with_tensors(module: nn.Module, instead: dict[int, Tensor]) -> nn.Module:
+    """`module`, or a copy that shares all but the parameters whose ids are in `instead`."""
+    if not any(id(p) in instead for p in module.parameters()):
+        return module
+    kept = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, {**kept, **instead})
 
 
 def _get(model: nn.Module, target: str) -> Any:

@@ -38,13 +38,15 @@ class Program:
 
 def build(plan: Plan, split: Split) -> Program:
     """The program of a plan: for each assignment the teacher's blocks first, then every student block's forward,
-    backward and own update (decoupled: no barrier between them)."""
+    backward and own update (decoupled: no barrier between them, but where blocks train a weight together)."""
     instructions: list[Instruction] = []
 
     def add(op: Op, block: int | None, *after: int) -> int:
         instructions.append(Instruction(op, block, after=after))
         return len(instructions) - 1
 
+    together = [set(tie.blocks) for tie in split.ties if tie.together]
+    backward: dict[int, int] = {}
     updated: dict[int, int] = {}
     for assignment in plan.assignments:
         loaded = add(Op.LOAD, None)
@@ -55,7 +57,11 @@ def build(plan: Plan, split: Split) -> Program:
         for block in assignment.blocks:
             needs = {loaded, teacher[block], *([teacher[block - 1]] if block else [])}
             forward = add(Op.STUDENT_FORWARD, block, *sorted(needs))
-            updated[block] = add(Op.UPDATE, block, add(Op.STUDENT_BACKWARD, block, forward))
+            backward[block] = add(Op.STUDENT_BACKWARD, block, forward)
+            for ready in sorted(set(backward) - set(updated)):  # what trains a weight together updates after all of it
+                waits_for = {ready}.union(*(tied for tied in together if ready in tied))
+                if waits_for <= set(backward):
+                    updated[ready] = add(Op.UPDATE, ready, *sorted(backward[b] for b in waits_for))
     assert sorted(updated) == list(range(len(split))), "a plan trains every block once"
     return Program((tuple(instructions),))
 

@@ -15,7 +15,9 @@ from ..errors import LossError, NonFiniteError
 from ..graph import Arguments
 from ..recipe import MSE, Recipe
 from ..recipe.losses import evaluate, mean_square
+from .channels import ChannelMaps
 from .randomness import keyed, student_seed
+from .ties import stale_copies, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,38 @@ class StepLosses:
     relative: tuple[float, ...]
 
 
+Boundary = tuple[Tensor, ...]
+
+
 class Rank:
     """State of a rank over a run; the methods are the instructions that generated programs call.
 
     Arguments:
-        split: the block pairs; `student`: the copy of the student that is trained.
+        split: the block pairs, with fitted adapters; `student`: the copy of the student that is trained.
         recipe, seed: as for `distill`.
         rank: its number, for errors.
     """
 
     def __init__(self, split: Split, student: nn.Module, recipe: Recipe, seed: int, rank: int = 0) -> None:
         self.split, self.seed, self.rank, self.step = split, seed, rank, 0
+        self.device = next(student.parameters()).device
+        self.named = dict(student.named_parameters())
+        self.stale = stale_copies(split, self.named)
         self.teacher_blocks = split.bind_teacher()
-        self.student_blocks = split.bind_student(student)
+        self.student_blocks = split.bind_student(student, self.stale)
         set_mode(self.teacher_blocks, False)
         set_mode(self.student_blocks, True)
-        self.device = next(student.parameters()).device
+        self.maps = ChannelMaps(split, next(student.parameters()))
         self.keys_python = bool(split.student.opaque)
         self.recipes = [recipe.for_block(b, len(split), split.logits) for b in range(len(split))]
-        named = dict(student.named_parameters())
         self.parameters = [
-            [named[n] for n in pair.student.parameters if named[n].requires_grad] for pair in split.pairs
+            [*own, *self.maps.of_block(b)] for b, own in enumerate(trained_parameters(split, self.named))
+        ]
+        self.trains = [
+            bool(own) or any(t.together and b in t.blocks for t in split.ties) for b, own in enumerate(self.parameters)
         ]
         self.optimizers = [r.make_optimizer(p) for r, p in zip(self.recipes, self.parameters, strict=True)]
-        self.normalisers: list[Tensor | None] = [None] * len(split)
+        self.normalisers: list[list[Tensor] | None] = [None] * len(split)
         self.losses: list[Tensor] = [torch.zeros(())] * len(split)
         self.relative: list[Tensor] = [torch.zeros(())] * len(split)
         self.norms: list[Tensor] = [torch.zeros(())] * len(split)
@@ -70,32 +80,48 @@ class Rank:
         teacher, student = (a.on(self.device).tensors for a in batch)
         return Inputs(teacher, student)
 
-    def teacher_forward(self, block: int, inputs: Inputs, boundary: Tensor | None) -> Tensor:
+    def teacher_forward(self, block: int, inputs: Inputs, boundary: Boundary | None) -> Boundary:
+        """The tensors that cross the cut behind the teacher's block."""
         with torch.no_grad():
             return self._run(
                 self.teacher_blocks[block], self.split.pairs[block].teacher.inputs, inputs.teacher, boundary
             )
 
-    def student_forward(self, block: int, inputs: Inputs, boundary: Tensor | None, target: Tensor) -> Tensor:
+    def student_forward(self, block: int, inputs: Inputs, boundary: Boundary | None, target: Boundary) -> Tensor:
         """The loss of the student block on the teacher's boundary, against the teacher's next boundary `target`."""
-        recipe, pair = self.recipes[block], self.split.pairs[block].student
-        with torch.enable_grad(), keyed(student_seed(self.seed, self.step, block), self.device, self.keys_python):
-            output = self._run(self.student_blocks[block], pair.inputs, inputs.student, boundary)
-            loss = evaluate(recipe.loss, output, target, self._where(block))
+        recipe, pair = self.recipes[block], self.split.pairs[block]
         with torch.no_grad():
-            normaliser = self.normalisers[block]
-            if normaliser is None:
-                normaliser = self.normalisers[block] = mean_square(target)
-            error = loss.detach() if isinstance(recipe.loss, MSE) else (output.detach() - target).square().mean()
-            self.relative[block] = error / normaliser
-            self.teacher_norms[block] = torch.linalg.vector_norm(target)
-        if isinstance(recipe.loss, MSE) and recipe.loss.normalised:
-            loss = loss / normaliser
+            targets = [pair.adapters[i](target[i]) for i in pair.student.distilled]
+            normalisers = self.normalisers[block]
+            if normalisers is None:
+                normalisers = self.normalisers[block] = [mean_square(t) for t in targets]
+        with torch.enable_grad(), keyed(student_seed(self.seed, self.step, block), self.device, self.keys_python):
+            given = None if boundary is None else self._adapted(block, boundary)
+            output = self._run(self.student_blocks[block], pair.student.inputs, inputs.student, given)
+            outputs = [self.maps.leave(block, i, output[i]) for i in pair.student.distilled]
+            losses = [evaluate(recipe.loss, s, t, self._where(block)) for s, t in zip(outputs, targets, strict=True)]
+            scaled = [loss / n for loss, n in zip(losses, normalisers, strict=True)]
+            loss = torch.stack(scaled if isinstance(recipe.loss, MSE) and recipe.loss.normalised else losses).mean()
+        with torch.no_grad():
+            errors = (
+                [s.detach() for s in scaled]
+                if isinstance(recipe.loss, MSE)
+                else [
+                    (s.detach() - t).square().mean() / n for s, t, n in zip(outputs, targets, normalisers, strict=True)
+                ]
+            )
+            self.relative[block] = torch.stack(errors).mean()
+            self.teacher_norms[block] = torch.stack([torch.linalg.vector_norm(t) for t in targets]).sum()
         self.losses[block] = loss.detach()
         return loss
 
+    def _adapted(self, block: int, boundary: Boundary) -> Boundary:
+        """The teacher's boundary before `block` as the student's block takes it."""
+        adapters = self.split.pairs[block - 1].adapters
+        return tuple(self.maps.enter(block, i, a(t)) for i, (a, t) in enumerate(zip(adapters, boundary, strict=True)))
+
     def student_backward(self, block: int, loss: Tensor) -> None:
-        if self.optimizers[block] is None:
+        if not self.trains[block]:
             return
         if not loss.requires_grad:
             raise LossError(
@@ -152,9 +178,19 @@ class Rank:
         self.step += 1
         return StepLosses(tuple(values[:blocks]), tuple(values[blocks : 2 * blocks]))
 
-    def _run(self, module: Any, takes: tuple[int, ...], inputs: list[Tensor], boundary: Tensor | None) -> Tensor:
-        own = [inputs[i] for i in takes]
-        output: Tensor = module(*own) if boundary is None else module(boundary, *own)
+    def plain_weights(self) -> dict[str, Tensor]:
+        """Weights that the plain student has instead of the trained one's: those with a channel map folded in."""
+        return self.maps.folded(self.named)
+
+    def refresh_ties(self) -> None:
+        """Bring later blocks' copies of tied weights up to date (at epoch ends)."""
+        with torch.no_grad():
+            for copies in self.stale:
+                for name, copy in copies.items():
+                    copy.copy_(self.named[name])
+
+    def _run(self, module: Any, takes: tuple[int, ...], inputs: list[Tensor], boundary: Boundary | None) -> Boundary:
+        output: Boundary = module(*(boundary or ()), *(inputs[i] for i in takes))
         return output
 
     def _where(self, block: int) -> str:

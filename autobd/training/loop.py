@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..blocks import Split
+from ..blocks.initialise import initialise
 from ..errors import InputError
 from ..graph import Arguments
 from ..graph.state import Attributes, module_tensors, untouched
@@ -34,7 +35,8 @@ def train(
     seed: int,
     progress: bool,
     teacher_writes: Sequence[str] = (),
-) -> History:
+    from_teacher: bool = False,
+) -> tuple[History, Rank]:
     """Train the student of `split` in place, on one rank.
 
     The work is done on a copy: the user's student changes at the end of each epoch and at no other time, so an error or
@@ -44,6 +46,9 @@ def train(
         to_pair: from a batch to the teacher's and the student's arguments.
         teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         progress: show a progress bar with the relative loss of each block.
+        from_teacher: start from the teacher's weights where shapes allow.
+
+    Returns: the losses, and the rank's last state.
 
     Errors: LossError and InputError as they occur; they name the block and step.
     """
@@ -58,6 +63,8 @@ def train(
         stack.enter_context(untouched(teacher, tensors=[own[path] for path in teacher_writes]))
         teacher.eval()
         working.train()
+        if from_teacher:
+            initialise(split, working)
         rank = Rank(split, working, recipe, seed)
         bar = stack.enter_context(
             tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
@@ -77,15 +84,17 @@ def train(
                     break
             history.epoch_ends.append(history.steps)
             history.seconds = time.perf_counter() - started
-            write_back(working, student)
+            rank.refresh_ties()
+            write_back(working, student, rank.plain_weights())
             if history.steps == recipe.steps:
                 break
-    return history
+    return history, rank
 
 
-def write_back(source: nn.Module, target: nn.Module) -> None:
-    """Copy every parameter and buffer of `source` into the tensors of `target`, its twin; Ctrl-C waits for the end."""
-    values = dict([*source.named_parameters(), *source.named_buffers()])
+def write_back(source: nn.Module, target: nn.Module, instead: Mapping[str, Tensor]) -> None:
+    """Copy every parameter and buffer of `source`, or the tensor of its name in `instead`, into the tensors of
+    `target`, its twin; Ctrl-C waits for the end."""
+    values = {**dict(source.named_parameters()), **dict(source.named_buffers()), **instead}
     pairs = [(tensor, values[name]) for name, tensor in (*target.named_parameters(), *target.named_buffers())]
     try:
         _copy_all(pairs)

@@ -160,32 +160,6 @@ def test_frozen_and_unused_parts_of_the_student_stay_bit_identical():
     assert "unused.0.weight" in str(result)
 
 
-def test_a_shared_network_keeps_its_shared_part_in_one_block():
-    part = Residual(6, False, False, 0.0)
-    student = Net([part, Residual(6, False, False, 0.0), part], False)
-    teacher = Net([Residual(6, False, False, 0.0) for _ in range(3)], False)
-    result = autobd.distill(teacher, student, [images()], progress=False)
-    owners = [i for i, p in enumerate(result.split.pairs) if any(n.startswith("parts.0") for n in p.student.parameters)]
-    assert len(owners) == 1
-    assert "no cut between them: parts.0.body.0.conv.weight" in str(result)
-    part.requires_grad_(False)
-    frozen = autobd.split(teacher, student, images(), blocks=4)
-    assert sum("parts.0.body.1.weight" in p.student.parameters for p in frozen.pairs) == 2
-
-
-def test_a_student_tied_from_end_to_end_says_what_ties_it():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.body = nn.Embedding(9, 6), mlp(4)
-
-        def forward(self, tokens):
-            return self.body(self.embed(tokens)) @ self.embed.weight.T
-
-    with pytest.raises(autobd.errors.SplitError, match=r"no cut between them: embed.weight"):
-        autobd.split(Tied(), Tied(), torch.zeros(3, 5).long())
-
-
 def test_a_student_with_a_computed_weight_can_be_trained():
     with pytest.warns(FutureWarning):
         student = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), nn.ReLU(), nn.Linear(6, 6))

@@ -1,0 +1,108 @@
+"""The cuts of a pair: found by alignment, or given by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import InputError, SplitError
+from ..tables import shape
+from .adapters import pair_tensors
+from .align import Alignment, CutPair, align, matching
+from .cuts import Boundary, Cut, candidates, named
+from .dataflow import Dataflow
+
+Flows = tuple[Dataflow, Dataflow]
+
+
+def found_cuts(flows: Flows, blocks: int | None, resample: bool) -> Alignment:
+    """Cuts by alignment. Errors: InputError, SplitError if there are none or not so many."""
+    if blocks is not None and (not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1):
+        raise InputError(
+            "blocks= asks for an impossible number.", given=blocks, expected="a whole number of at least 1"
+        )
+    if blocks == 1:
+        return Alignment((), (1.0,))
+    cuts = candidates(flows[0]), candidates(flows[1])
+    pairs = matching(*cuts, resample)
+    weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
+    flops = flows[0].flops_until[-1], flows[1].flops_until[-1]
+    alignment = align(pairs, weights, flops, blocks)
+    if alignment is not None:
+        return alignment
+    if blocks is not None and align(pairs, weights, flops, None) is not None:
+        ceiling = max(k for k in range(2, len(cuts[0]) + 2) if align(pairs, weights, flops, k) is not None)
+        raise SplitError(
+            f"{blocks} blocks were asked for.",
+            given=f"blocks={blocks}",
+            expected=f"at most {ceiling} for this pair",
+            do="ask for fewer blocks, or leave blocks= out",
+        )
+    sizes = _apart(*cuts)
+    raise SplitError(
+        "The two models have no common cut" + (f": they work at other sizes, {sizes}." if sizes else "."),
+        given="\n            ".join(
+            f"{whose} can be cut at: {_shapes(own)}" for whose, own in zip(("teacher", "student"), cuts, strict=True)
+        ),
+        expected="tensors with equal positions (rows, columns or tokens; channels may differ), a weight on either side",
+        do="feed both models the same input size, pass resample=True to interpolate the teacher's tensors, "
+        "or train the student as one block with blocks=1",
+    )
+
+
+def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) -> Alignment:
+    """Cuts by name. Errors: InputError, SplitError that names the nearest valid cuts or the two shapes."""
+    pairs: list[CutPair] = []
+    for entry in cuts:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(isinstance(n, str) for n in entry):
+            raise InputError(
+                "cuts= holds something else than a pair of names.",
+                given=repr(entry),
+                expected='("teacher module", "student module")',
+            )
+        teacher, student = (
+            named(name, flow, whose) for name, flow, whose in zip(entry, flows, ("teacher", "student"), strict=True)
+        )
+        adapters = pair_tensors(teacher, student, resample)
+        if adapters is None:
+            raise SplitError(
+                f"Block {len(pairs)}: the tensors at cut {tuple(entry)} do not go together.",
+                given=f"teacher {_rows(teacher)}, student {_rows(student)}",
+                expected="equal positions (rows, columns or tokens; channels may differ) and dtypes",
+                do="cut elsewhere, or pass resample=True to interpolate other image sizes",
+            )
+        if pairs and not all(
+            a.position < b.position
+            for a, b in zip((pairs[-1].teacher, pairs[-1].student), (teacher, student), strict=True)
+        ):
+            raise SplitError(
+                f"Cut {tuple(entry)} does not come after the one before it in both models.",
+                given=f"cuts={list(cuts)}",
+                expected="cuts in the order of the forward pass",
+            )
+        pairs.append(CutPair(replace(teacher, tensors=tuple(a.teacher for a in adapters)), student, adapters))
+    return Alignment(tuple(pairs), ())
+
+
+def _apart(teacher: list[Cut], student: list[Cut]) -> str:
+    """The largest image or token grids of both, if no grid is common: "75x75 and 56x56"."""
+    grids = [{t.grid for c in cuts for t in c.distilled if t.grid} for cuts in (teacher, student)]
+    if not all(grids) or not grids[0].isdisjoint(grids[1]):
+        return ""
+    largest = [max(own, key=lambda g: (len(g), g)) for own in grids]
+    return " and ".join("x".join(map(str, g)) + (" tokens" if len(g) == 1 else "") for g in largest)
+
+
+def _shapes(cuts: list[Cut]) -> str:
+    shown = list(dict.fromkeys(_rows(cut) for cut in cuts))
+    return ", ".join(shown[:12]) + (" ..." if len(shown) > 12 else "") if shown else "no place"
+
+
+def _rows(cut: Cut) -> str:
+    return " + ".join(row(t) for t in cut.tensors)
+
+
+def row(tensor: Boundary) -> str:
+    """A tensor at a cut as text: "[N, 64, 56, 56] float32"."""
+    rows = "N" if tensor.folded == 1 else f"{tensor.folded}N"
+    return f"{shape((rows, *tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"

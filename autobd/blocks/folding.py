@@ -1,0 +1,109 @@
+"""Multiply trained channel maps into the student's own layers, so that the student comes back plain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..errors import InputError, SplitError
+from .adapters import Adapter
+from .carve import Block
+
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Wanted = str | Mapping[int, str]
+KINDS = ("auto", "matched", "trainable")
+
+
+def layers_to_fold_into(block: Block, tensor: int, student: nn.Module) -> tuple[str, ...]:
+    """The layers of a student `block` that a map of its received `tensor` can be multiplied into.
+
+    All that reads the tensor must be a linear layer without groups that is used once; a depthwise convolution, a norm
+    or a shortcut forbids it (empty result).
+    """
+    source = list(block.graph.nodes)[tensor]
+    calls = [n.target for n in block.graph.nodes if n.op == "call_module"]
+    names = []
+    for user in source.users:
+        if user.op != "call_module" or user.args[:1] != (source,) or len(user.all_input_nodes) != 1:
+            return ()
+        layer = student.get_submodule(str(user.target))
+        if type(layer) not in _LINEAR or getattr(layer, "groups", 1) != 1 or parametrize.is_parametrized(layer):
+            return ()
+        users = sum(p is layer.weight for p in student.parameters(recurse=True))
+        if calls.count(user.target) != 1 or users != 1 or _is_shared(layer, student):
+            return ()
+        names.append(str(user.target))
+    return tuple(names)
+
+
+def _is_shared(layer: nn.Module, student: nn.Module) -> bool:
+    return sum(m._parameters.get("weight") is layer.weight for m in student.modules()) > 1
+
+
+def with_kinds(
+    adapters: Sequence[tuple[Adapter, ...]], blocks: Sequence[Block], student: nn.Module, wanted: Wanted, hybrid: bool
+) -> list[tuple[Adapter, ...]]:
+    """The adapters behind each block, of the wanted kinds where channels differ.
+
+    Arguments:
+        wanted: "auto" (matched), "matched", "trainable", or one of these for some blocks, `{block: kind}`.
+        hybrid: allow trainable ones that cannot be folded; the student then is of use in `Distilled.hybrid` only.
+
+    Errors: InputError for an unknown kind or block; SplitError for a map that could not be folded.
+    """
+    kinds = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(range(len(adapters)), wanted)
+    unknown = [k for k in kinds.values() if k not in KINDS]
+    if unknown or not all(isinstance(b, int) and 0 <= b < len(adapters) for b in kinds):
+        raise InputError(
+            "adapters= is not a kind of adapter.",
+            given=repr(wanted),
+            expected=f"one of {', '.join(KINDS)}, or such a kind for blocks 0 to {len(adapters) - 1}: {{block: kind}}",
+        )
+    chosen = []
+    for number, behind in enumerate(adapters):
+        trainable = kinds.get(number, "auto") == "trainable" and number + 1 < len(blocks)
+        chosen.append(
+            tuple(
+                _trainable(a, i, number, blocks[number + 1], student, hybrid)
+                if trainable and a.kind == "matched"
+                else a
+                for i, a in enumerate(behind)
+            )
+        )
+    return chosen
+
+
+def _trainable(adapter: Adapter, tensor: int, number: int, after: Block, student: nn.Module, hybrid: bool) -> Adapter:
+    folds = layers_to_fold_into(after, tensor, student) if tensor not in _passed_on(after) else ()
+    if not folds and not hybrid:
+        readers = ", ".join(str(n.target) for n in list(after.graph.nodes)[tensor].users) or "nothing"
+        raise SplitError(
+            f"Block {number}: a trainable adapter behind it could not be folded into the student.",
+            given=f"its output is read by {readers}",
+            expected="nothing but convolutions without groups and Linear layers",
+            do='use adapters="matched" there, cut elsewhere, or pass hybrid=True to keep the adapter in result.hybrid',
+        )
+    return replace(adapter, kind="trainable", folds=folds)
+
+
+def _passed_on(block: Block) -> set[int]:
+    received = {b.node: i for i, b in enumerate(block.receives)}
+    return {received[b.node] for b in block.returns if b.node in received}
+
+
+def folded(weights: Mapping[str, Tensor], maps: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+    """`weight @ map` for each layer that a map folds into.
+
+    Arguments:
+        weights: of the student, by key.
+        maps: layers -> [channels, channels], the map of their common input.
+    """
+    return {
+        f"{name}.weight": torch.einsum("oc...,cd->od...", weights[f"{name}.weight"].detach(), channel_map)
+        for layers, channel_map in maps.items()
+        for name in layers
+    }

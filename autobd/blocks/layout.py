@@ -1,0 +1,143 @@
+"""What the axes and values of a recorded tensor are: its channel axis, and how low its values reach.
+
+Both are followed through the graph from the layers that fix them (a convolution, a `Linear`, an activation function).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+_WIDTH = ("out_channels", "out_features", "num_features", "num_channels", "embedding_dim", "normalized_shape")
+_SECOND_AXIS = (_ConvNd, _NormBase, nn.GroupNorm)
+
+
+class Lowest(IntEnum):
+    """How low values reach: after a ReLU a student cannot give a negative target."""
+
+    UNBOUNDED = 0
+    BOUNDED = 1  # GELU, SiLU: above a small negative number
+    ZERO = 2
+
+
+_LOWEST_OF_LAYER: dict[type[nn.Module], Lowest] = {
+    **dict.fromkeys((nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Hardsigmoid, nn.Softplus, nn.Softmax), Lowest.ZERO),
+    **dict.fromkeys((nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.Mish), Lowest.BOUNDED),
+}
+_LOWEST_OF_FUNCTION = {
+    **dict.fromkeys(
+        ("relu", "relu6", "sigmoid", "hardsigmoid", "softplus", "softmax", "abs", "square", "exp"), Lowest.ZERO
+    ),
+    **dict.fromkeys(("gelu", "silu", "hardswish", "elu", "mish"), Lowest.BOUNDED),
+}
+_ADDS = ("add", "__add__", "__radd__", "__iadd__", "cat", "concat", "stack")
+_MULTIPLIES = ("mul", "__mul__", "__rmul__", "__imul__")
+_PASSES = (
+    *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "clone", "detach", "alias"),
+    *("squeeze", "unsqueeze", "getitem", "_getitem", "__getitem__", "chunk", "split", "roll", "to", "float", "dropout"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d"),
+    *("mean", "amax", "max", "interpolate", "movedim", "moveaxis", "expand", "repeat"),
+)
+_PASSING_LAYERS = (
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Unflatten, nn.Upsample),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d),
+)
+
+
+class Layouts:
+    """Channel axis and lowest value of every tensor of `nodes` (in order), whose layers are in `modules` by path."""
+
+    def __init__(self, nodes: list[fx.Node], modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._axes: dict[fx.Node, int] = {}
+        self.lowest: dict[fx.Node, Lowest] = {}
+        for node in nodes:
+            if "dims" in node.meta:
+                axis = self._axis(node)
+                if axis is not None:
+                    self._axes[node] = axis
+            self.lowest[node] = self._lowest_of(node)
+
+    def channel_axis(self, node: fx.Node) -> int:
+        """The axis of the tensor (1 or more) that holds channels; by custom where the graph does not tell."""
+        if node in self._axes:
+            return self._axes[node]
+        dims = len(node.meta["dims"])
+        for user in node.users:  # what reads it may say
+            layer = self._modules.get(str(user.target)) if user.op == "call_module" else None
+            if layer is not None and user.args and user.args[0] is node:
+                return 1 if isinstance(layer, _SECOND_AXIS) else dims - 1 if isinstance(layer, nn.Linear) else 1
+        return 2 if dims == 3 else 1
+
+    def _axis(self, node: fx.Node) -> int | None:
+        sizes = [c for _, c in node.meta["dims"]]
+        if node.op == "call_module":
+            layer = self._modules[str(node.target)]
+            for name in _WIDTH:
+                if (width := getattr(layer, name, None)) is not None:
+                    return _axis_of(width, sizes, 1 if isinstance(layer, _SECOND_AXIS) else len(sizes) - 1)
+        inputs = [n for n in node.all_input_nodes if n in self._axes]
+        if not inputs:
+            return None
+        source, name = inputs[-1], _name(node)
+        axis, before = self._axes[source], [c for _, c in source.meta["dims"]]
+        if name in ("permute", "transpose", "swapaxes", "movedim", "moveaxis"):
+            return _moved(axis, len(before), name, node)
+        for source in reversed(inputs):
+            axis, before = self._axes[source], [c for _, c in source.meta["dims"]]
+            if axis == len(before) - 1 and before[-1] == sizes[-1]:
+                return len(sizes) - 1
+            if len(sizes) > axis and before[axis] == sizes[axis]:
+                return axis
+        return None
+
+    def _lowest_of(self, node: fx.Node) -> Lowest:
+        inputs = [self.lowest[n] for n in node.all_input_nodes if "dims" in n.meta]
+        known = min(inputs, default=Lowest.UNBOUNDED)
+        if node.op == "call_module":
+            layer = self._modules[str(node.target)]
+            layer = list(layer.children())[-1] if layer._modules else layer  # a norm with an activation inside
+            if isinstance(layer, _PASSING_LAYERS):
+                return known
+            return next((low for kind, low in _LOWEST_OF_LAYER.items() if isinstance(layer, kind)), Lowest.UNBOUNDED)
+        name = _name(node)
+        if name.rstrip("_") in _LOWEST_OF_FUNCTION and not name.startswith("__"):
+            return _LOWEST_OF_FUNCTION[name.rstrip("_")]
+        if name in _ADDS or name.rstrip("_") in _ADDS:
+            constants = [a for a in node.args if isinstance(a, (int, float))]
+            return known if all(c >= 0 for c in constants) else Lowest.UNBOUNDED
+        if name in _MULTIPLIES or name.rstrip("_") in _MULTIPLIES:  # squeeze and excitation: times a sigmoid
+            return known if len(inputs) > 1 and max(inputs) == Lowest.ZERO else Lowest.UNBOUNDED
+        return known if name in _PASSES else Lowest.UNBOUNDED
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _axis_of(width: Any, sizes: list[int], usual: int) -> int | None:
+    width = width[-1] if isinstance(width, (tuple, list)) else width
+    if usual < len(sizes) and sizes[usual] == width:
+        return usual
+    return next((i for i in range(len(sizes) - 1, 0, -1) if sizes[i] == width), None)
+
+
+def _moved(axis: int, dims: int, name: str, node: fx.Node) -> int | None:
+    """Where `axis` is after a permute or transpose."""
+    given = node.args[1:]
+    order: Any = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    if not all(isinstance(i, int) for i in order):
+        return None
+    indices = [int(i) % dims for i in order]
+    if name == "permute":
+        return indices.index(axis) if axis in indices else None
+    if name in ("transpose", "swapaxes") and len(indices) == 2:
+        a, b = indices
+        return b if axis == a else a if axis == b else axis
+    return None
