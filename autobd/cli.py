@@ -13,9 +13,9 @@ from . import __version__
 from .api import distill
 from .blocks import split
 from .errors import AutobdError, InputError
+from .graph import declared_example
 from .recipe import Recipe
 from .specs import FORMS, load, load_model
-from .training import declared_input
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("teacher", metavar="TEACHER", help=FORMS)
         command.add_argument("student", metavar="STUDENT")
         command.add_argument(
-            "--input", metavar="CxHxW", help="size of one input, for example 3x224x224 (default: the model's own)"
+            "--input",
+            metavar="SIZE",
+            help="of one input: 3x224x224 for images, 128 for tokens (default: the model's own)",
         )
         command.add_argument("--batch-size", type=int, help="rows per batch")
         command.add_argument("--blocks", type=int, help="how many blocks (default: as many as stay balanced)")
@@ -81,22 +83,24 @@ def _cuts(options: argparse.Namespace) -> list[tuple[str, str]] | None:
     return [(teacher, student) for teacher, student in (cut.split("=") for cut in options.cut)]
 
 
-def _example(options: argparse.Namespace, model: Any, rows: int) -> torch.Tensor | None:
-    size: Any = declared_input(model)
+def _example(options: argparse.Namespace, model: Any, rows: int) -> Any:
+    size: tuple[int, ...] | None = None
     if options.input is not None:
         if not all(part.isdigit() for part in options.input.split("x")):
             raise InputError(
                 "--input is not a size.", given=options.input, expected="numbers with x between, such as 3x224x224"
             )
-        size = [int(part) for part in options.input.split("x")]
-    return None if size is None else torch.empty(options.batch_size or rows, *size)
+        size = tuple(int(part) for part in options.input.split("x"))
+    return declared_example(model, options.batch_size or rows, size)
 
 
 def _inspect(options: argparse.Namespace) -> None:
     teacher, student = load_model(options.teacher), load_model(options.student)
     example = _example(options, teacher, 8)
     if example is None:
-        raise InputError(f"{options.teacher} does not say what inputs it takes.", expected="--input CxHxW")
+        raise InputError(
+            f"{options.teacher} does not say what inputs it takes.", expected="--input, for example 3x224x224"
+        )
     found = split(teacher, student, example, blocks=options.blocks, cuts=_cuts(options))
     print(found)
     if options.verify:

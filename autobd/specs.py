@@ -1,4 +1,5 @@
-"""Models named on the command line: `timm:NAME`, `torchvision:NAME`, `package.module:callable`, `file.py:callable`."""
+"""Models named on the command line: `timm:NAME`, `torchvision:NAME`, `hf:CLASS`, `package.module:callable`,
+`file.py:callable`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from torch import nn
 from .errors import InputError, SpecError, nearest
 
 FORMS = (
-    "timm:NAME, torchvision:NAME, package.module:callable or path/file.py:callable, then key=value,... after a comma"
+    "timm:NAME, torchvision:NAME, hf:CLASS (of transformers, from its configuration), package.module:callable or "
+    "path/file.py:callable, then key=value,... after a comma"
 )
 
 
@@ -44,6 +46,8 @@ def load(spec: str) -> Any:
         return _timm(name, kwargs)
     if source == "torchvision":
         return _torchvision(name, kwargs)
+    if source == "hf":
+        return _transformers(name, kwargs, spec)
     function = _attribute(_module(source), name, spec)
     if not callable(function):
         raise SpecError(
@@ -80,6 +84,16 @@ def _torchvision(name: str, kwargs: dict[str, Any]) -> Any:
     if name in ("googlenet", "inception_v3"):
         kwargs = {"init_weights": True, **kwargs}
     return _call(models.get_model, {"name": name, **kwargs}, f"torchvision:{name}")
+
+
+def _transformers(name: str, kwargs: dict[str, Any], spec: str) -> Any:
+    import transformers
+
+    model = getattr(transformers, name, None)
+    if model is None or getattr(model, "config_class", None) is None:
+        known = [n for n in dir(transformers) if n.endswith(("Model", "LMHeadModel")) or "For" in n]
+        raise SpecError(f"transformers has no model class '{name}'.", expected=f"perhaps {nearest(name, known)}")
+    return model(_call(model.config_class, kwargs, spec))
 
 
 def _module(source: str) -> ModuleType:

@@ -116,6 +116,42 @@ def networks(draw, least=1, most=4, repeats=True):
     return Net(parts, draw(st.booleans()))
 
 
+class Stages(nn.Module):
+    """A stem, stages of residual layers at halving resolutions with given widths and depths, a classifier."""
+
+    def __init__(self, widths, depths, kind=Residual, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
+        self.stages = nn.ModuleList()
+        before = widths[0]
+        for width, depth in zip(widths, depths, strict=True):
+            entry = nn.Sequential(nn.Conv2d(before, width, 3, stride=2, padding=1), nn.ReLU())
+            self.stages.append(nn.Sequential(entry, *(kind(width, True, False, 0.0) for _ in range(depth))))
+            before = width
+        self.head = nn.Linear(before, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+@st.composite
+def pairs(draw):
+    """A teacher and a student of equal stages but other widths, depths and layers."""
+    count = draw(st.integers(2, 3))
+    models = []
+    for _ in range(2):
+        widths = draw(st.lists(st.sampled_from([4, 6, 8]), min_size=count, max_size=count))
+        depths = draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+        models.append(
+            Stages(widths, depths, draw(st.sampled_from([Chain, Residual, Shared])), draw(st.integers(0, 99)))
+        )
+    return tuple(models)
+
+
 def images(rows=4):
     return torch.randn(rows, 3, SIZE, SIZE)
 

@@ -100,16 +100,19 @@ def _most_balanced(chains: dict[int, Alignment]) -> Alignment | None:
 
 
 def _progress(cuts: list[Cut]) -> dict[int, float]:
-    """How far each cut is, in FLOPs, between the first and the last cut with as many positions (0 to 1), by `id`.
+    """How far each cut is, in FLOPs, through the part of its model with as many positions (0 to 1), by `id`.
 
     Depth is compared within a resolution: a student whose stem is expensive still pairs stage with stage.
     """
     runs: dict[tuple[int, int], list[Cut]] = defaultdict(list)
-    for cut in sorted(cuts, key=lambda c: c.position):
+    ordered = sorted(cuts, key=lambda c: c.position)
+    for cut in ordered:
         runs[positions(cut.tensors[0]), len(cut.tensors)].append(cut)
-    return {
-        id(c): (c.depth - run[0].depth) / max(run[-1].depth - run[0].depth, 1e-12) for run in runs.values() for c in run
-    }
+    found = {}
+    for run in runs.values():
+        start = max((c.depth for c in ordered if c.position < run[0].position), default=0.0)
+        found.update({id(c): (c.depth - start) / max(run[-1].depth - start, 1e-12) for c in run})
+    return found
 
 
 def _chains(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import InputError, SplitError
 from ..tables import shape
-from .adapters import pair_tensors
+from .adapters import pair_tensors, positions
 from .align import Alignment, CutPair, align, matching
 from .cuts import Boundary, Cut, candidates, named
 from .dataflow import Dataflow
@@ -27,10 +27,11 @@ def found_cuts(flows: Flows, blocks: int | None, resample: bool) -> Alignment:
     pairs = matching(*cuts, resample)
     weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
     flops = flows[0].flops_until[-1], flows[1].flops_until[-1]
-    alignment = align(pairs, weights, flops, blocks)
+    sizes = "" if resample else _apart(*cuts)
+    alignment = None if sizes and blocks is None else align(pairs, weights, flops, blocks)
     if alignment is not None:
         return alignment
-    if blocks is not None and align(pairs, weights, flops, None) is not None:
+    if not sizes and blocks is not None and align(pairs, weights, flops, None) is not None:
         ceiling = max(k for k in range(2, len(cuts[0]) + 2) if align(pairs, weights, flops, k) is not None)
         raise SplitError(
             f"{blocks} blocks were asked for.",
@@ -38,7 +39,6 @@ def found_cuts(flows: Flows, blocks: int | None, resample: bool) -> Alignment:
             expected=f"at most {ceiling} for this pair",
             do="ask for fewer blocks, or leave blocks= out",
         )
-    sizes = _apart(*cuts)
     raise SplitError(
         "The two models have no common cut" + (f": they work at other sizes, {sizes}." if sizes else "."),
         given="\n            ".join(
@@ -85,10 +85,12 @@ def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) ->
 
 
 def _apart(teacher: list[Cut], student: list[Cut]) -> str:
-    """The largest image or token grids of both, if no grid is common: "75x75 and 56x56"."""
-    grids = [{t.grid for c in cuts for t in c.distilled if t.grid} for cuts in (teacher, student)]
-    if not all(grids) or not grids[0].isdisjoint(grids[1]):
+    """The largest image or token grids of both, if no size is common: "75x75 and 56x56"."""
+    tensors = [[t for c in cuts for t in c.distilled if positions(t) > 1] for cuts in (teacher, student)]
+    sizes = [{positions(t) for t in own} for own in tensors]
+    if not all(sizes) or not sizes[0].isdisjoint(sizes[1]):
         return ""
+    grids = [{t.grid for t in own} for own in tensors]
     largest = [max(own, key=lambda g: (len(g), g)) for own in grids]
     return " and ".join("x".join(map(str, g)) + (" tokens" if len(g) == 1 else "") for g in largest)
 

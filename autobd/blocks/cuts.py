@@ -60,7 +60,8 @@ class Cut:
         aliases: every name that `cuts=` accepts for it.
         tensors: what crosses: those that are distilled, then masks and indices that are carried along.
         position: how far in `Dataflow.order` the block before it goes.
-        border: it is behind a stage or layer (a module with submodules, in the root or a container).
+        border: it is behind a stage or layer (a module with submodules, in the root or a container), before the
+            activation function that ends one, or in the root's own code.
         changed_later: a later in-place operation overwrites a tensor (the block after it then works on a copy).
         tied: a trainable weight is used on both sides.
         depth: share of the model's FLOPs before it, 0 to 1.
@@ -158,7 +159,12 @@ def has_rows(node: fx.Node) -> bool:
 def _cut(flow: Dataflow, tensors: tuple[Boundary, ...], position: int) -> Cut:
     made_last = max((t.node for t in tensors if t.distilled), key=lambda n: flow.position[n])
     exits: list[str] = list(made_last.meta.get("exits", []))
-    border = any(flow.is_stage(path) for path in exits)
+    by_root = made_last.op != "call_module" and not made_last.meta["path"]
+    border = (
+        by_root
+        or _ends_stage(flow, made_last)
+        or any(_ends_stage(flow, user) and flow.layouts.activates(user) for user in made_last.users)
+    )
     if sum(t.distilled for t in tensors) > 1:
         ended = flow.borders.get(position, [])
         exits, border = [*exits, *(path for path in ended if path not in exits)], bool(ended)
@@ -174,6 +180,10 @@ def _cut(flow: Dataflow, tensors: tuple[Boundary, ...], position: int) -> Cut:
         flow.flops_until[position] / (flow.flops_until[-1] or 1),
         flow.weights_until[position],
     )
+
+
+def _ends_stage(flow: Dataflow, node: fx.Node) -> bool:
+    return any(flow.is_stage(path) for path in node.meta.get("exits", []))
 
 
 def named(name: str, flow: Dataflow, whose: str) -> Cut:

@@ -75,6 +75,12 @@ class Layouts:
                 return 1 if isinstance(layer, _SECOND_AXIS) else dims - 1 if isinstance(layer, nn.Linear) else 1
         return 2 if dims == 3 else 1
 
+    def activates(self, node: fx.Node) -> bool:
+        """Whether a node is an activation function."""
+        if node.op == "call_module":
+            return isinstance(self._modules[str(node.target)], tuple(_LOWEST_OF_LAYER))
+        return _name(node).rstrip("_") in _LOWEST_OF_FUNCTION
+
     def _axis(self, node: fx.Node) -> int | None:
         sizes = [c for _, c in node.meta["dims"]]
         if node.op == "call_module":

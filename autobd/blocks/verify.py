@@ -76,32 +76,50 @@ class _Outcome:
 
 def verify(split: Split, rows: int) -> Verification:
     """Compare blocks and whole models on the first `rows` rows of the example. Errors: VerifyError."""
+    teacher, student = (
+        verify_blocks(captured, output, blocks, rows, whose)
+        for whose, captured, output, blocks in (
+            ("teacher", split.teacher, split.outputs[0], [p.teacher for p in split.pairs]),
+            ("student", split.student, split.outputs[1], [p.student for p in split.pairs]),
+        )
+    )
+    return Verification(
+        (*teacher.checks, *student.checks), tuple(dict.fromkeys(teacher.notes + student.notes)), teacher.teacher_writes
+    )
+
+
+def verify_blocks(captured: Captured, output: str, blocks: list[Block], rows: int, whose: str) -> Verification:
+    """Compare `blocks`, in order, with the whole model.
+
+    Arguments:
+        output: the name of the model's output that the last block gives.
+        rows: how many rows of the example to use.
+        whose: "teacher" (compared in eval mode, without gradients) or "student" (also in train mode, with gradients).
+
+    Errors: VerifyError names the mode and the quantity that differs.
+    """
     checks: list[Check] = []
     notes: list[str] = []
-    teacher_writes: tuple[str, ...] = ()
-    for whose, captured, output, blocks in (
-        ("teacher", split.teacher, split.outputs[0], [p.teacher for p in split.pairs]),
-        ("student", split.student, split.outputs[1], [p.student for p in split.pairs]),
-    ):
-        arguments = captured.example.head(rows)
-        bound = [b.bind(captured, captured.model) for b in blocks]
-        for mode in ("eval", "train") if whose == "student" else ("eval",):
-            if mode == "train" and not captured.same_in_train:
-                notes.append("student: verified in eval mode alone, train mode has auxiliary heads")
-                continue
-            trained = whose == "student"
-            whole = _outcome(captured, mode, trained, partial(_whole, captured, arguments, output))
-            set_mode(bound, mode == "train")
-            parts = _outcome(captured, mode, trained, partial(run_blocks, bound, blocks, arguments))
-            if whose == "teacher":
-                teacher_writes = tuple(whole.written)
-            if whole.gradients is None:
-                notes.append(f"{whose}, {mode}: the whole model cannot be differentiated, gradients were not compared")
-                parts = replace(parts, gradients=None)
-            checks.append(_check(whose, mode, whole, parts))
+    writes: tuple[str, ...] = ()
+    trained = whose == "student"
+    arguments = captured.example.head(rows)
+    bound = [b.bind(captured, captured.model) for b in blocks]
+    for mode in ("eval", "train") if trained else ("eval",):
+        if mode == "train" and not captured.same_in_train:
+            notes.append("student: verified in eval mode alone, train mode has auxiliary heads")
+            continue
+        whole = _outcome(captured, mode, trained, partial(_whole, captured, arguments, output))
+        set_mode(bound, mode == "train")
+        parts = _outcome(captured, mode, trained, partial(run_blocks, bound, blocks, arguments))
+        if not trained:
+            writes = tuple(whole.written)
+        if whole.gradients is None:
+            notes.append(f"{whose}, {mode}: the whole model cannot be differentiated, gradients were not compared")
+            parts = replace(parts, gradients=None)
+        checks.append(_check(whose, mode, whole, parts))
     if any(not c.exact for c in checks):
         notes.append("not bit-identical but equal to rounding: the model picks another kernel when it is recorded")
-    return Verification(tuple(checks), tuple(notes), teacher_writes)
+    return Verification(tuple(checks), tuple(notes), writes)
 
 
 def _whole(captured: Captured, arguments: Arguments, output: str) -> Tensor:

@@ -2,5 +2,6 @@
 
 from .arguments import Arguments
 from .captured import Captured, capture
+from .declared import declared_example
 
-__all__ = ["Arguments", "Captured", "capture"]
+__all__ = ["Arguments", "Captured", "capture", "declared_example"]

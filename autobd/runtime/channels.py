@@ -28,7 +28,7 @@ class ChannelMaps:
             if adapter.kind == "trainable"
         }
         start = {place: adapter.initial_map.to(like.device) for place, adapter in self.adapters.items()}
-        self.inward = {place: nn.Parameter(m.to(like)) for place, m in start.items()}
+        self.inward = {place: nn.Parameter(m.clone().to(like)) for place, m in start.items()}
         self.outward = {place: nn.Parameter(torch.linalg.pinv(m).to(like)) for place, m in start.items()}
 
     def of_block(self, block: int) -> list[nn.Parameter]:

@@ -1,7 +1,7 @@
 """Epochs: data, the training loop, history."""
 
-from .data import Batches, declared_input, random_batches
+from .data import Batches, random_batches
 from .history import History
 from .loop import train
 
-__all__ = ["Batches", "History", "declared_input", "random_batches", "train"]
+__all__ = ["Batches", "History", "random_batches", "train"]

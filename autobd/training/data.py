@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ..errors import InputError
-from ..graph import Arguments
+from ..graph import Arguments, declared_example
 
 _DEFAULT_BATCH, _SMOKE_BATCH, _SMOKE_STEPS = 32, 8, 10
 
@@ -110,14 +110,13 @@ def random_batches(model: nn.Module, example: Any, batch_size: int | None, seed:
     """
     generator = torch.Generator().manual_seed(seed)
     if example is None:
-        size = declared_input(model)
-        if size is None:
+        example = declared_example(model, batch_size or _SMOKE_BATCH)
+        if example is None:
             raise InputError(
                 f"{type(model).__name__} does not say what inputs it takes.",
                 given="no data and no example",
                 expected="data, or example= (a tensor, tuple or dict)",
             )
-        example = torch.empty(batch_size or _SMOKE_BATCH, *size)
     arguments = Arguments.of(example, model)
 
     def random(tensor: Tensor) -> Tensor:
@@ -126,16 +125,3 @@ def random_batches(model: nn.Module, example: Any, batch_size: int | None, seed:
         return tensor[torch.randperm(len(tensor), generator=generator)] if tensor.ndim else tensor
 
     return [arguments.map(random) for _ in range(_SMOKE_STEPS)]
-
-
-def declared_input(model: nn.Module) -> tuple[int, ...] | None:
-    """Channels, height and width that a timm or torchvision model is made for; None if it does not say."""
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    if isinstance(config, dict) and "input_size" in config:
-        return tuple(config["input_size"])
-    module = type(model).__module__.split(".")
-    if module[:2] == ["torchvision", "models"] and len(module) == 3:
-        default = 299 if type(model).__name__ == "Inception3" else 224
-        size = getattr(model, "image_size", default)
-        return (3, size, size) if isinstance(size, int) else None
-    return None

@@ -87,12 +87,12 @@ def test_models_of_timm_and_torchvision_declare_their_input():
     import timm
     from torchvision.models import inception_v3, resnet18
 
-    from autobd.training import declared_input
+    from autobd.graph.declared import declared_size
 
-    assert declared_input(timm.create_model("resnet10t")) == (3, 176, 176)
-    assert declared_input(resnet18()) == (3, 224, 224)
-    assert declared_input(inception_v3(init_weights=False)) == (3, 299, 299)
-    assert declared_input(mlp(4)) is None
+    assert declared_size(timm.create_model("resnet10t")) == (3, 176, 176)
+    assert declared_size(resnet18()) == (3, 224, 224)
+    assert declared_size(inception_v3(init_weights=False)) == (3, 299, 299)
+    assert declared_size(mlp(4)) is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from networks import Net, Residual, assert_same, fingerprint, images, mlp, networks
+from networks import Residual, assert_same, fingerprint, images, mlp, networks
 from torch import nn
 
 import autobd
