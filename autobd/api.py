@@ -102,6 +102,13 @@ def distill(
     """
     teacher, student = unwrapped(teacher), unwrapped(student)
     check_pair(teacher, student)
+    if any(p.is_meta for p in (*teacher.parameters(), *student.parameters())):
+        raise InputError(
+            "A model is on the meta device: it has no weights to train or to learn from.",
+            given="parameters on meta",
+            expected="models with weights",
+            do="build the models outside of torch.device('meta'), or use autobd.split to look at them",
+        )
     if init not in (None, "teacher"):
         raise InputError("init= names no way to start.", given=repr(init), expected='"teacher" or None')
     recipe = recipe or Recipe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from . import __version__
 from .api import distill
 from .blocks import split
+from .blocks.folding import KINDS
 from .errors import AutobdError, InputError
 from .graph import declared_example
 from .recipe import Recipe
-from .specs import FORMS, load, load_model
+from .specs import FORMS, load, load_model, load_pair
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,10 +58,16 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--cut", action="append", metavar="TEACHER_MODULE=STUDENT_MODULE", help="cut after these (repeat)"
         )
+        command.add_argument("--adapters", choices=KINDS, default="auto", help="where channels differ")
+        command.add_argument("--resample", action="store_true", help="allow cuts where image sizes differ")
+        command.add_argument("--ties", choices=["auto", "first", "together"], default="auto", help="of shared weights")
+    inspect.add_argument("--explain", action="store_true", help="also tell why these cuts")
+    inspect.add_argument("--json", action="store_true", help="print plain values for machines")
     inspect.add_argument("--verify", action="store_true", help="also prove that the blocks are the models")
     train.add_argument(
         "--data", metavar="SPEC", help="package.module:callable or file.py:callable that returns a loader or dataset"
     )
+    train.add_argument("--init", choices=["teacher"], help="start from the teacher's weights where shapes allow")
     train.add_argument("--epochs", type=int)
     train.add_argument("--steps", type=int)
     train.add_argument("--lr", type=float, default=1e-3)
@@ -95,16 +103,25 @@ def _example(options: argparse.Namespace, model: Any, rows: int) -> Any:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    teacher, student = load_model(options.teacher), load_model(options.student)
+    teacher, student = load_pair(options.teacher, options.student, weights=options.verify)
     example = _example(options, teacher, 8)
     if example is None:
         raise InputError(
             f"{options.teacher} does not say what inputs it takes.", expected="--input, for example 3x224x224"
         )
-    found = split(teacher, student, example, blocks=options.blocks, cuts=_cuts(options))
+    found = split(teacher, student, example, blocks=options.blocks, cuts=_cuts(options), **_adapted(options))
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return
     print(found)
+    if options.explain:
+        print(f"\n{found.explain()}")
     if options.verify:
         print(f"\n{found.verify()}")
+
+
+def _adapted(options: argparse.Namespace) -> dict[str, Any]:
+    return {"adapters": options.adapters, "resample": options.resample, "ties": options.ties}
 
 
 def _distill(options: argparse.Namespace) -> None:
@@ -121,6 +138,8 @@ def _distill(options: argparse.Namespace) -> None:
         example=_example(options, teacher, 8) if data is None else None,
         blocks=options.blocks,
         cuts=_cuts(options),
+        **_adapted(options),
+        init=options.init,
         seed=options.seed,
         progress=not options.quiet,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from .errors import InputError, SpecError, nearest
@@ -32,6 +33,19 @@ def load_model(spec: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise SpecError(f"'{spec}' does not make a model.", given=type(model).__name__, expected="a torch.nn.Module")
     return model
+
+
+def load_pair(teacher: str, student: str, weights: bool = True) -> tuple[nn.Module, nn.Module]:
+    """Both models; without `weights` on the meta device, where they take no memory, unless one cannot be made there."""
+    if not weights:
+        try:
+            with torch.device("meta"):
+                return load_model(teacher), load_model(student)
+        except (SpecError, InputError):
+            raise
+        except Exception:  # a constructor that looks at values
+            pass
+    return load_model(teacher), load_model(student)
 
 
 def load(spec: str) -> Any:

@@ -111,7 +111,6 @@ def _described(
 ) -> Block:
     names = {id(p): name for name, p in flow.captured.model.named_parameters()}
     parameters = list({id(p): p for n in nodes for p in flow.own_parameters(n)}.values())
-    paths = [str(n.meta["path"]) for n in own if n.meta["path"]] or [str(n.name) for n in own] or [returns[0].node.name]
     saved = {flow.storage(n): n for n in own if "shape" in n.meta}
     given = {b.node for b in receives}
     return Block(
@@ -120,9 +119,24 @@ def _described(
         receives,
         returns,
         tuple(i for i, b in enumerate(returns) if b.node in given),
-        (paths[0], paths[-1]),
+        _ends(flow, own) or (returns[0].node.name,) * 2,
         tuple(names[id(p)] for p in parameters),
         sum(p.numel() for p in parameters),
         sum(n.meta["flops"] for n in nodes),
         sum(torch.Size(n.meta["shape"]).numel() * n.meta["dtype"].itemsize for n in saved.values()),
     )
+
+
+def _ends(flow: Dataflow, own: list[fx.Node]) -> tuple[str, str] | None:
+    """First and last module of a block, each as the outermost that lies wholly inside it."""
+    paths = [str(n.meta["path"]) for n in own if n.meta["path"]]
+    if not paths:
+        return (own[0].name, own[-1].name) if own else None
+    first, last = flow.index[own[0]], flow.index[own[-1]]
+
+    def outermost(path: str) -> str:
+        names = path.split(".")
+        prefixes = (".".join(names[:i]) for i in range(1, len(names) + 1))
+        return next((p for p in prefixes if first <= flow.extent[p][0] and flow.extent[p][1] <= last), path)
+
+    return outermost(paths[0]), outermost(paths[-1])

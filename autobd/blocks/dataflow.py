@@ -166,18 +166,23 @@ class Dataflow:
 
     @cached_property
     def borders(self) -> dict[int, list[str]]:
-        """Positions in `order` behind a stage (see `cuts.is_stage`), with the stages that end there, outermost last."""
-        last: dict[str, int] = {}
+        """Positions in `order` behind a stage (see `is_stage`), with the stages that end there, outermost last."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for path in sorted(self.extent, key=len, reverse=True):
+            if self.is_stage(path):
+                found[self.extent[path][1]].append(path)
+        return dict(found)
+
+    @cached_property
+    def extent(self) -> dict[str, tuple[int, int]]:
+        """First and last position in `order` of each module's operations."""
+        found: dict[str, tuple[int, int]] = {}
         for i, node in enumerate(self.order):
             path = str(node.meta["path"])
             while path:
-                last[path] = i
+                found[path] = found.get(path, (i, i))[0], i
                 path = path.rpartition(".")[0]
-        found: dict[int, list[str]] = defaultdict(list)
-        for path in sorted(last, key=len, reverse=True):
-            if self.is_stage(path):
-                found[last[path]].append(path)
-        return dict(found)
+        return found
 
     def is_stage(self, path: str) -> bool:
         """Whether `path` is a stage or layer: a module with submodules and weights, in the root or in a container."""

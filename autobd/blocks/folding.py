@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from ..errors import InputError, SplitError
 from .adapters import Adapter
 from .carve import Block
 
+_POOLS = ("AvgPool1d", "AvgPool2d", "AvgPool3d")
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Wanted = str | Mapping[int, str]
 KINDS = ("auto", "matched", "trainable")
@@ -21,23 +24,57 @@ KINDS = ("auto", "matched", "trainable")
 def layers_to_fold_into(block: Block, tensor: int, student: nn.Module) -> tuple[str, ...]:
     """The layers of a student `block` that a map of its received `tensor` can be multiplied into.
 
-    All that reads the tensor must be a linear layer without groups that is used once; a depthwise convolution, a norm
-    or a shortcut forbids it (empty result).
+    All that reads the tensor, itself or averaged over positions, must be a linear layer without groups that is used
+    once; a depthwise convolution, a norm, an activation function or a shortcut forbids it (empty result).
     """
-    source = list(block.graph.nodes)[tensor]
-    calls = [n.target for n in block.graph.nodes if n.op == "call_module"]
-    names = []
-    for user in source.users:
-        if user.op != "call_module" or user.args[:1] != (source,) or len(user.all_input_nodes) != 1:
-            return ()
-        layer = student.get_submodule(str(user.target))
-        if type(layer) not in _LINEAR or getattr(layer, "groups", 1) != 1 or parametrize.is_parametrized(layer):
-            return ()
-        users = sum(p is layer.weight for p in student.parameters(recurse=True))
-        if calls.count(user.target) != 1 or users != 1 or _is_shared(layer, student):
-            return ()
-        names.append(str(user.target))
-    return tuple(names)
+    if tensor in _passed_on(block):
+        return ()
+    source, received = list(block.graph.nodes)[tensor], block.receives[tensor]
+    calls = Counter(n.target for n in block.graph.nodes if n.op == "call_module")
+    names: list[str] = []
+    todo = [(source, received.channels + 1)]
+    while todo:
+        node, axis = todo.pop()
+        for user in node.users:
+            layer = student.get_submodule(str(user.target)) if user.op == "call_module" else None
+            if len(user.all_input_nodes) != 1 or user.args[:1] != (node,):
+                return ()
+            after = _axis_after(user, layer, node, axis)
+            if after is not None:
+                todo.append((user, after))
+            elif layer is not None and _takes_map(layer, axis, node) and calls[user.target] == 1:
+                if _is_shared(layer, student):
+                    return ()
+                names.append(str(user.target))
+            else:
+                return ()
+    return tuple(sorted(names))
+
+
+def _takes_map(layer: nn.Module, axis: int, node: fx.Node) -> bool:
+    if type(layer) not in _LINEAR or getattr(layer, "groups", 1) != 1 or parametrize.is_parametrized(layer):
+        return False
+    return axis == (len(node.meta["dims"]) - 1 if isinstance(layer, nn.Linear) else 1)
+
+
+def _axis_after(user: fx.Node, layer: nn.Module | None, node: fx.Node, axis: int) -> int | None:
+    """Where the channels are after an operation that a channel map can be moved through; None if it is not one."""
+    sizes = [c for _, c in node.meta["dims"]]
+    name = type(layer).__name__ if layer is not None else str(getattr(user.target, "__name__", user.target))
+    if name in ("Identity", "Dropout", "Dropout2d", "dropout", "contiguous"):
+        return axis
+    if name in (*_POOLS, *(f"Adaptive{p}" for p in _POOLS), "avg_pool2d", "adaptive_avg_pool2d"):
+        return axis if axis == 1 else None
+    if name in ("Flatten", "flatten"):
+        return 1 if axis == 1 and all(size == 1 for size in sizes[2:]) and len(user.meta["dims"]) == 2 else None
+    if name == "mean":
+        dims: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+        reduced = {d % len(sizes) for d in (dims if isinstance(dims, (tuple, list)) else [dims]) if isinstance(d, int)}
+        if not reduced or 0 in reduced or axis in reduced:
+            return None
+        kept = len(user.meta["dims"]) == len(sizes)
+        return axis if kept else axis - sum(d < axis for d in reduced)
+    return None
 
 
 def _is_shared(layer: nn.Module, student: nn.Module) -> bool:
@@ -78,7 +115,7 @@ def with_kinds(
 
 
 def _trainable(adapter: Adapter, tensor: int, number: int, after: Block, student: nn.Module, hybrid: bool) -> Adapter:
-    folds = layers_to_fold_into(after, tensor, student) if tensor not in _passed_on(after) else ()
+    folds = layers_to_fold_into(after, tensor, student)
     if not folds and not hybrid:
         readers = ", ".join(str(n.target) for n in list(after.graph.nodes)[tensor].users) or "nothing"
         raise SplitError(

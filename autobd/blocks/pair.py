@@ -67,6 +67,8 @@ def check_pair(teacher: nn.Module, student: nn.Module) -> None:
 
 def check_devices(model: nn.Module, arguments: Arguments) -> None:
     devices = {p.device for p in model.parameters()}
+    if {d.type for d in devices} == {"meta"}:
+        return  # to be looked at, not to be run
     wrong = {t.device for t in arguments.tensors} - devices
     if devices and wrong:
         raise InputError(

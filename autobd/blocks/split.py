@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 
 from ..graph import Arguments, Captured, capture
 from ..graph.state import unwrapped
-from ..tables import quantity, shape, table
 from .adapters import Adapter
 from .align import Alignment
 from .carve import Block, carve
@@ -20,6 +19,7 @@ from .explain import explain
 from .fit import fit
 from .folding import Wanted, with_kinds
 from .pair import check_devices, check_pair, is_logits, output_adapter, paired_outputs
+from .show import to_dict, to_text
 from .ties import Policy, Tie, find_ties
 from .verify import Verification, verify
 
@@ -95,56 +95,12 @@ class Split:
         recorded = self.student.example.rows
         return verify(self, min(3, max(2, recorded - 1)) if rows is None else rows)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What the table shows, as plain values."""
+        return to_dict(self)
+
     def __str__(self) -> str:
-        totals = [
-            [sum(getattr(b, name) for b in side) for name in ("parameter_count", "flops", "activation_bytes")]
-            for side in ([p.teacher for p in self.pairs], [p.student for p in self.pairs])
-        ]
-        rows: list[list[object]] = []
-        for i, pair in enumerate(self.pairs):
-            t, s = pair.teacher, pair.student
-            rows.append(
-                [
-                    i,
-                    " .. ".join(dict.fromkeys(t.modules)),
-                    " .. ".join(dict.fromkeys(s.modules)),
-                    " + ".join(shape(("N", *b.shape)) for b in t.returns),
-                    "; ".join(str(a) for a in pair.adapters if str(a)) or "-",
-                    *(quantity(v) for v in (t.parameter_count, s.parameter_count, t.flops, s.flops)),
-                    quantity(s.activation_bytes, "B"),
-                ]
-            )
-        rows.append(
-            [
-                "",
-                "total",
-                "",
-                "",
-                "",
-                *(quantity(v) for v in (totals[0][0], totals[1][0], totals[0][1], totals[1][1])),
-                quantity(totals[1][2], "B"),
-            ]
-        )
-        text = table(
-            [
-                "block",
-                "teacher",
-                "student",
-                "boundary",
-                "adapter",
-                "teacher params",
-                "student params",
-                "teacher FLOPs",
-                "student FLOPs",
-                "activations",
-            ],
-            rows,
-        )
-        head = (
-            f"{type(self.teacher.model).__name__} -> {type(self.student.model).__name__}, {len(self)} blocks, "
-            f"FLOPs and activations at batch size {self.student.example.rows}"
-        )
-        return "\n".join([head, text, *(f"note: {n}" for n in self.notes)])
+        return to_text(self)
 
 
 def split(

@@ -11,7 +11,7 @@ _TOKENS, _SAMPLES, _FRAMES = 128, 16000, 16
 
 
 def declared_example(model: nn.Module, rows: int, size: tuple[int, ...] | None = None) -> Any:
-    """Inputs of `rows` rows that the model is made for, on the CPU; None if it does not say. Their content is arbitrary.
+    """Inputs of `rows` rows that the model is made for, on the CPU and of any content; None if it does not say.
 
     Arguments:
         size: of one row instead of the model's own: (channels, height, width), or (tokens,) for a language model.

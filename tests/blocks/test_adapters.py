@@ -1,6 +1,7 @@
 """Adapters: exact maps, every layout, and a student that comes back plain. The oracles are plain PyTorch."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -159,6 +160,40 @@ def test_a_map_folded_into_its_readers_is_exact(first, second, seed):
     assert torch.allclose(plain_block(x)[0], expected, **FLOAT64)
 
 
+POOLED = {
+    "modules": lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4, 5)),
+    "mean": lambda: Mean(),
+    "average, then convolution": lambda: nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(4, 3, 3), nn.Flatten()),
+}
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.fc(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_a_map_is_folded_through_averages(name):
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), POOLED[name]()).double().eval()
+    split = autobd.split(copy.deepcopy(model), model, torch.randn(2, 3, 8, 8).double(), cuts=[("0", "0")])
+    names = layers_to_fold_into(split.pairs[1].student, 0, model)
+    assert len(names) == 1
+    channel_map, x = torch.randn(4, 4).double(), torch.randn(3, 4, 6, 6).double()
+    plain = copy.deepcopy(model)
+    plain.load_state_dict({**model.state_dict(), **folded(dict(model.named_parameters()), {names: channel_map})})
+    assert torch.allclose(plain[1](x), model[1](torch.einsum("cd,ndhw->nchw", channel_map, x)), **FLOAT64)
+
+
+def test_a_map_is_not_folded_into_a_layer_over_positions():
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Flatten(), nn.Linear(144, 5)))
+    split = autobd.split(copy.deepcopy(model), model, torch.randn(2, 3, 8, 8), cuts=[("0", "0")])
+    assert layers_to_fold_into(split.pairs[1].student, 0, model) == ()
+
+
 UNFOLDABLE = {
     "depthwise": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4),
     "norm": lambda: nn.BatchNorm2d(4),
@@ -196,7 +231,7 @@ def linear(widths, seed):
     """A Sequential of two-layer blocks; boundary i has `widths[i]` features."""
     torch.manual_seed(seed)
     ends = [6, *widths]
-    blocks = [nn.Sequential(nn.Linear(a, 9), nn.ReLU(), nn.Linear(9, b)) for a, b in zip(ends, ends[1:], strict=False)]
+    blocks = [nn.Sequential(nn.Linear(a, 9), nn.ReLU(), nn.Linear(9, b)) for a, b in itertools.pairwise(ends)]
     return nn.Sequential(*blocks).double()
 
 

@@ -1,6 +1,7 @@
 """Alignment of two models: monotone, deterministic, blind to names, and able to explain itself."""
 
 import copy
+import itertools
 from collections import OrderedDict
 
 import pytest
@@ -30,7 +31,7 @@ def test_pairs_of_networks_are_aligned_in_order_and_trained(models):
     teacher, student = models
     split = autobd.split(teacher, student, IMAGE)
     places = chosen(split)
-    assert all(a < c and b < d for (a, b), (c, d) in zip(places, places[1:], strict=False))
+    assert all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(places))
     for pair in split.pairs:
         assert any(teacher.get_parameter(n).ndim >= 2 for n in pair.teacher.parameters)
         assert any(student.get_parameter(n).ndim >= 2 for n in pair.student.parameters)
@@ -74,7 +75,7 @@ def brute_force(pairs, weights, blocks, cost):
     for chain in combinations(pairs, blocks - 1):
         ends = [(p.teacher.weights, p.student.weights, p.teacher.position, p.student.position) for p in chain]
         edges = [(0, 0, -1, -1), *ends, (*weights, 1 << 30, 1 << 30)]
-        if all(all(b > a for a, b in zip(one, two, strict=True)) for one, two in zip(edges, edges[1:], strict=False)):
+        if all(all(b > a for a, b in zip(one, two, strict=True)) for one, two in itertools.pairwise(edges)):
             best = min(best, cost(chain))
     return best
 
@@ -97,7 +98,7 @@ def test_the_chain_is_the_cheapest_of_all(blocks):
         share = flops[0] / (flops[0] + _STUDENT_PASSES * flops[1])
         work = [0.0, *(share * p.teacher.depth + (1 - share) * p.student.depth for p in chain), 1.0]
         unequal = sum(_penalty(p) + _DEPTH * (progress[id(p.teacher)] - progress[id(p.student)]) ** 2 for p in chain)
-        return sum((b - a) ** 2 for a, b in zip(work, work[1:], strict=False)) + unequal
+        return sum((b - a) ** 2 for a, b in itertools.pairwise(work)) + unequal
 
     found = align(pairs, weights, flops, blocks)
     assert cost(found.pairs) == pytest.approx(brute_force(pairs, weights, blocks, cost), abs=1e-12)
