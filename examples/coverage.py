@@ -80,6 +80,11 @@ def of_model(make, example_for):
     return ["yes", len(cuts), state.get("eval", "-"), state.get("train", "-"), f"{seconds:.1f}", "; ".join(notes)[:90]]
 
 
+def named(kind):
+    """Pairs by name."""
+    return {p.get("name", f"{p['teacher']} -> {p['student']}"): p for p in MODELS[kind]}
+
+
 def of_pair(pair):
     """One row of the table of pairs."""
     teacher, student = (load_model(pair[side]).double() for side in ("teacher", "student"))
@@ -145,8 +150,8 @@ def main():
     failed = 0
     for suite in options.suite or ["torchvision", "timm", "hf", "pairs"]:
         if suite == "pairs":
-            named = {f"{p['teacher']} -> {p['student']}": p for p in MODELS["pairs"]}
-            jobs = [(n, lambda p=p: of_pair(p)) for n, p in named.items()]
+            pairs = named("pairs")
+            jobs = [(n, lambda p=p: of_pair(p)) for n, p in pairs.items()]
             heads = ["pair", "aligned", "cuts", "largest block", "adapters", "difference", "s", "reason"]
         else:
             jobs = [
@@ -155,8 +160,8 @@ def main():
             heads = ["model", "captured", "cuts", "eval", "train", "s", "notes"]
         failed += table(suite, heads, jobs, options)
     if not options.suite or "pairs" in options.suite:
-        named = {f"{p['teacher']} -> {p['student']}": p for p in MODELS["refused"]}
-        jobs = [(n, lambda p=p: expected_error(p)) for n, p in named.items()]
+        pairs = named("refused")
+        jobs = [(n, lambda p=p: expected_error(p)) for n, p in pairs.items()]
         failed += table("pairs that are refused", ["pair", "refused", "message"], jobs, options)
     print(f"largest memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", file=sys.stderr)
     return 1 if failed else 0

@@ -12,8 +12,7 @@ coverage = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(coverage)
 
 MODELS = {suite: {name: rest for name, *rest in coverage.models_of(suite)} for suite in ("torchvision", "timm", "hf")}
-PAIRS = {f"{p['teacher']} -> {p['student']}": p for p in coverage.MODELS["pairs"]}
-REFUSED = {f"{p['teacher']} -> {p['student']}": p for p in coverage.MODELS["refused"]}
+PAIRS, REFUSED = coverage.named("pairs"), coverage.named("refused")
 
 
 @pytest.fixture(autouse=True)

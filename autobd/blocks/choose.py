@@ -90,8 +90,7 @@ def _apart(teacher: list[Cut], student: list[Cut]) -> str:
     sizes = [{positions(t) for t in own} for own in tensors]
     if not all(sizes) or not sizes[0].isdisjoint(sizes[1]):
         return ""
-    grids = [{t.grid for t in own} for own in tensors]
-    largest = [max(own, key=lambda g: (len(g), g)) for own in grids]
+    largest = [max((t.grid for t in own), key=lambda g: (len(g) == 2, g)) for own in tensors]
     return " and ".join("x".join(map(str, g)) + (" tokens" if len(g) == 1 else "") for g in largest)
 
 
