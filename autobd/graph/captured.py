@@ -18,6 +18,7 @@ from .gradients import with_gradient_regions
 from .merge import PLAIN, Differs, Merger
 from .recorder import Recorder, Recording
 from .state import untouched, unwrapped
+from .subject import Subject
 
 _ATTEMPTS = 50
 
@@ -158,9 +159,10 @@ def _record_in(
     leaves: dict[str, str],
 ) -> list[Recording]:
     model.train(training)
+    subject = Subject(model)
     recordings = []
     for size in sizes:
-        recordings.append(Recorder(model, leaves).record(arguments.resized(size), names))
+        recordings.append(Recorder(subject, leaves).record(arguments.resized(size), names))
         leaves.update(recordings[-1].opaque)
         if (keeps := recordings[-1].keeps) is not None:
             owner = keeps[0].rpartition(".")[0]  # the module was reached by other means than a call

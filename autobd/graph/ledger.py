@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
+from .fake_mode import RecordingMode
 from .nested import has_tensor, tensors_in
 from .origin import Opaque, calling_line
-from .state import module_tensors
+from .state import storage_of
+from .subject import Subject
 
 _CONSTANT_TYPES = (
     bool,
@@ -44,18 +46,18 @@ class Ledger:
     """The tensors of one recording and the nodes that stand for them.
 
     Arguments:
-        model: whose parameters, buffers and plain tensor attributes are known by path.
+        subject: the model, whose parameters, buffers and plain tensor attributes are known by path.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, subject: Subject) -> None:
         self.graph = fx.Graph()
         self.objects: dict[str, Any] = {}
         self.omitted: list[str] = []  # types of returned objects that a graph cannot make
         self.owner = ""  # path of the module whose code is running
         self.inside_leaf = 0
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.real = module_tensors(model)
-        self.origin = {key: path for key, (path, _) in self.real.items()}  # id of a real or fake tensor -> path
+        self.fake_mode = RecordingMode()
+        self.subject = subject
+        self.origin = {key: path for key, (path, _) in subject.tensors.items()}  # id of a real or fake tensor -> path
         self.fakes: dict[int, Tensor] = {}
         self.nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self.journal: list[tuple[int, tuple[Tensor, fx.Node] | None]] = []
@@ -64,11 +66,14 @@ class Ledger:
         """The fake tensor that stands for `tensor`: parameters, buffers and plain attributes have one each."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        if id(tensor) in self.real:
-            if id(tensor) not in self.fakes:
-                fake = self.fakes[id(tensor)] = self.fake_mode.from_tensor(tensor)
-                self.origin[id(fake)] = self.origin[id(tensor)]
-            return self.fakes[id(tensor)]
+        known = self.fakes.get(id(tensor))
+        if known is not None:
+            return known
+        if id(tensor) in self.subject.tensors:
+            fake = self.fake_mode.stand_in(tensor, alone=self.subject.memories[storage_of(tensor)] == 1)
+            self.fakes[id(tensor)] = fake
+            self.origin[id(fake)] = self.origin[id(tensor)]
+            return fake
         if self.inside_leaf:
             return self.fake_mode.from_tensor(tensor)
         raise Opaque("uses a tensor that no torch function made here (from_numpy, torch.Tensor(...), a global)")
@@ -203,11 +208,6 @@ class Ledger:
 
 def _getitem(value: Any, key: Any) -> Any:
     return value[key]
-
-
-def storage_of(tensor: Tensor) -> int:
-    """An id of the memory behind a tensor; views share it."""
-    return tensor.untyped_storage()._cdata
 
 
 def from_custom_function(tensor: Tensor) -> bool:

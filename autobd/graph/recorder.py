@@ -23,13 +23,13 @@ from ..errors import CaptureError
 from .arguments import Arguments
 from .interception import intercepted_calls
 from .leaves import is_leaf
-from .ledger import Ledger, storage_of
+from .ledger import Ledger
 from .nested import has_tensor, map_tensors, tensors_in
-from .observer import OperatorObserver
 from .origin import Opaque, calling_line, explain, user_line
-from .randomness import randomness, same_python_randomness, same_randomness
+from .randomness import Dice, same_python_randomness
 from .real_run import run_real
-from .state import PRIMITIVES, Attributes
+from .state import storage_of
+from .subject import Bindings, Subject
 
 
 @dataclass
@@ -48,20 +48,19 @@ class Recorder(TorchFunctionMode):
     """Records `model(*arguments)` once, in the mode (train or eval) that the model is in.
 
     Arguments:
-        model: any module; nothing of it is changed.
+        subject: any model; nothing of it is changed.
         leaves: paths of further submodules to keep whole, with the reason.
     """
 
-    def __init__(self, model: nn.Module, leaves: Mapping[str, str]) -> None:
+    def __init__(self, subject: Subject, leaves: Mapping[str, str]) -> None:
         super().__init__()
-        self.model = model
-        self.paths = {id(m): path for path, m in model.named_modules()}
+        self.subject, self.model, self.paths = subject, subject.model, subject.paths
         self.forced = leaves
-        self.attributes = Attributes(model)
-        self.ledger = Ledger(model)
+        self.attributes = subject.attributes
+        self.ledger = Ledger(subject)
         self.recording = Recording(self.ledger.graph, objects=self.ledger.objects, omitted=self.ledger.omitted)
-        self.observer = OperatorObserver()
-        self.left_as = {m: _bindings(m) for m in model.modules()}  # attributes at the start or after its last call
+        self.seen = self.ledger.fake_mode.seen
+        self.left_as = dict(subject.bindings)  # of each module, at the start or after its last call
         self.failed_in: str | None = None  # where an exception came from, innermost module
         self.real_run = False
         self.thread = threading.get_ident()
@@ -81,12 +80,17 @@ class Recorder(TorchFunctionMode):
         for tensor, name in zip(fake.tensors, names, strict=True):
             node = self.ledger.graph.placeholder(name)
             self.ledger.bind(tensor, node)
-        before = randomness()
         try:
-            with same_randomness(self.model), self.ledger.fake_mode, self.observer, intercepted_calls(self), self:
+            with (
+                same_python_randomness(),
+                torch.random.fork_rng(devices=self.subject.devices),
+                self.ledger.fake_mode,
+                intercepted_calls(self),
+                self,
+            ):
+                self.dice = Dice()
                 output = self.model(*fake.args, **fake.kwargs)
-                if before != randomness():
-                    raise Opaque("draws from or seeds a global random generator in Python")
+                self._check_dice()
                 self._check_exit(self.model, output)
             self.recording.outputs = self.ledger.argument(output, outputs=True)
             self.recording.keeps = self._kept_for_the_next_call(arguments, names) if first_call else None
@@ -103,7 +107,7 @@ class Recorder(TorchFunctionMode):
             if (path and is_leaf(module)) or any(path == w or path.startswith(w + ".") for w in whole):
                 continue
             if attributes := self._rebound(module):
-                again = Recorder(self.model, {**self.forced, **self.recording.opaque})
+                again = Recorder(Subject(self.model), {**self.forced, **self.recording.opaque})
                 try:
                     same = str(again.record(arguments, names, first_call=False).graph) == str(self.ledger.graph)
                 except CaptureError:
@@ -123,18 +127,18 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if path in self.recording.opaque or path in self.forced or is_leaf(module):
             return self._leaf(original, path, module, args, kwargs)
-        mark, random_before, caller = self.ledger.mark(), randomness(), self.ledger.owner
+        self._check_dice()  # of the caller
+        mark, caller = self.ledger.mark(), self.ledger.owner
         self.ledger.owner = path
         try:
-            with same_python_randomness():  # what a module draws is not drawn by the modules around it
-                output = original(module, *args, **kwargs)
-                if random_before != randomness():
-                    raise Opaque("draws from or seeds a global random generator in Python")
+            output = original(module, *args, **kwargs)
+            self._check_dice()
             self._check_exit(module, output)
         except Exception as error:
             self.ledger.roll_back(*mark)
             self.failed_in = path if self.failed_in is None else self.failed_in
             self.attributes.restore(within=module)
+            self.dice.put_back()  # what a module draws is not drawn by the modules around it
             self.recording.opaque[path] = (
                 f"{_reason(error)} ({user_line(error)})" if user_line(error) else _reason(error)
             )
@@ -151,30 +155,39 @@ class Recorder(TorchFunctionMode):
             self.ledger.nodes[id(output)][1].meta.setdefault("exits", []).append(path)
         return output
 
+    def _check_dice(self) -> None:
+        if self.dice.moved():
+            raise Opaque("draws from or seeds a global random generator in Python")
+
     def _leaf(self, original: Any, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_dice()  # of the caller
         node_args, node_kwargs = self.ledger.argument(args), self.ledger.argument(kwargs)
         parts = list(module.modules())
-        if any(_bindings(m) != self.left_as[m] for m in parts if m in self.left_as):
+        if not all(Bindings(m).same(self.left_as[m]) for m in parts if m in self.left_as):
             raise Opaque(f"changes attributes of '{path}' before calling it")
         versions, buffers = self._versions((args, kwargs)), self._buffer_versions(module)
-        self.observer.start()
+        self.seen.start()
         self.ledger.inside_leaf += 1
         changes_itself = False
         try:
-            with same_python_randomness():
-                before = randomness()
-                output = original(module, *args, **kwargs)
-                changes_itself = before != randomness()
+            output = original(module, *args, **kwargs)
+            changes_itself = self.dice.moved()
         except Exception as error:
             output = self._really(original, module, args, kwargs, error)
             changes_itself = True  # what it did is not known
         finally:
             self.ledger.inside_leaf -= 1
+            if changes_itself:
+                self.dice.put_back()
         node = self.ledger.graph.create_node("call_module", path, node_args, node_kwargs, name=path.replace(".", "_"))
         self._describe(node, path, versions)
         changes_itself = changes_itself or buffers != self._buffer_versions(module)
-        node.meta["stateful"] = changes_itself or any(_bindings(m) != self.left_as.get(m) for m in parts)
-        self.left_as.update({m: _bindings(m) for m in parts})
+        left = {m: Bindings(m) for m in parts}
+        changes_itself = changes_itself or not all(
+            m in self.left_as and b.same(self.left_as[m]) for m, b in left.items()
+        )
+        node.meta["stateful"] = changes_itself
+        self.left_as.update(left)
         output = self.ledger.bind_output(output, node, from_leaf=True)
         if isinstance(output, Tensor):
             node.meta.setdefault("exits", []).append(path)
@@ -202,7 +215,7 @@ class Recorder(TorchFunctionMode):
         if self.ledger.inside_leaf:
             return func(*args, **kwargs)
         versions = self._versions((args, kwargs))
-        self.observer.start()
+        self.seen.start()
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             raise Opaque(f"calls tensor.{func.__name__}")
         output = func(*args, **kwargs)
@@ -232,8 +245,8 @@ class Recorder(TorchFunctionMode):
         if torch.is_grad_enabled() and not self.gradients:
             raise Opaque("switches gradients on inside its forward")
         node.meta["grad"] = torch.is_grad_enabled() or not self.gradients
-        node.meta["flops"] = self.observer.flops
-        node.meta["random"] = self.observer.random
+        node.meta["flops"] = self.seen.flops
+        node.meta["random"] = self.seen.random
         node.meta["mutates"] = frozenset(storage_of(t) for t, version in versions if t._version != version)
 
     def _buffer_versions(self, module: nn.Module) -> list[int]:
@@ -252,12 +265,6 @@ class Recorder(TorchFunctionMode):
         lost = self._rebound(module)
         if lost and (module is not self.model or any(n in module._buffers for n in lost)):
             raise Opaque(f"sets self.{lost[0]} in its forward")
-
-
-def _bindings(module: nn.Module) -> dict[str, Any]:
-    """What the attributes of a module are bound to: numbers by value, other objects and tensors by identity."""
-    values = {**vars(module), **module._parameters, **module._buffers}
-    return {k: v if isinstance(v, PRIMITIVES) else id(v) for k, v in values.items()}
 
 
 def _attribute(func: Any) -> str:

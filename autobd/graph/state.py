@@ -160,3 +160,8 @@ def module_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
                 if isinstance(value, Tensor):
                     found.setdefault(id(value), (f"{path}.{name}" if path else name, value))
     return found
+
+
+def storage_of(tensor: Tensor) -> int:
+    """An id of the memory behind a tensor; views share it."""
+    return tensor.untyped_storage()._cdata
