@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ _CONSTANT_TYPES = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a node's tensor: its shape at the recorded batch size, dtype, and an id of its storage."""
+    """What is known of a node's tensor: its shape at the recorded batch size, dtype, an id of its storage, and `view`:
+    strides and offset of one that has gradients (None for others, and for those that are seen negated or conjugate)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     storage: int
+    view: tuple[Any, Any] | None
 
 
 class Ledger:
@@ -47,15 +50,16 @@ class Ledger:
 
     Arguments:
         subject: the model, whose parameters, buffers and plain tensor attributes are known by path.
+        fake_mode: of the fake tensors that are made.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, fake_mode: RecordingMode) -> None:
         self.graph = fx.Graph()
         self.objects: dict[str, Any] = {}
         self.omitted: list[str] = []  # types of returned objects that a graph cannot make
         self.owner = ""  # path of the module whose code is running
         self.inside_leaf = 0
-        self.fake_mode = RecordingMode()
+        self.fake_mode = fake_mode
         self.subject = subject
         self.origin = {key: path for key, (path, _) in subject.tensors.items()}  # id of a real or fake tensor -> path
         self.fakes: dict[int, Tensor] = {}
@@ -70,7 +74,8 @@ class Ledger:
         if known is not None:
             return known
         if id(tensor) in self.subject.tensors:
-            fake = self.fake_mode.stand_in(tensor, alone=self.subject.memories[storage_of(tensor)] == 1)
+            with torch._C.DisableTorchFunction():  # what is asked of a tensor to make a fake is not recorded
+                fake = self.fake_mode.stand_in(tensor, alone=self.subject.memories[storage_of(tensor)] == 1)
             self.fakes[id(tensor)] = fake
             self.origin[id(fake)] = self.origin[id(tensor)]
             return fake
@@ -123,8 +128,8 @@ class Ledger:
             return value
         if outputs and (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
             fields = dict(value) if isinstance(value, Mapping) else dict(vars(value))
-            kwargs = {k: self.argument(v, outputs) for k, v in fields.items() if v is not None}
-            return self.graph.call_function(type(value), (), kwargs)
+            made = {k: self.argument(v, outputs) for k, v in fields.items()}
+            return self.graph.call_function(type(value), (), {k: v for k, v in made.items() if v is not None})
         if hasattr(value, "item") and type(value).__module__ == "numpy" and not getattr(value, "shape", True):
             return value.item()
         if outputs and has_tensor(value):
@@ -145,7 +150,9 @@ class Ledger:
         """From now on `tensor` is what `node` gives."""
         self.journal.append((id(tensor), self.nodes.get(id(tensor))))
         self.nodes[id(tensor)] = (tensor, node)
-        node.meta["tensor"] = TensorInfo(tuple(tensor.shape), tensor.dtype, storage_of(tensor))
+        plain = tensor.requires_grad and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        view = (tensor.stride(), tensor.storage_offset()) if plain else None
+        node.meta["tensor"] = TensorInfo(tuple(tensor.shape), tensor.dtype, storage_of(tensor), view)
 
     def bind_output(self, output: Any, node: fx.Node, from_leaf: bool = False) -> Any:
         """Map each tensor of `output` to `node` or to an access below it; returns what the caller is to see."""
@@ -194,6 +201,11 @@ class Ledger:
         """A point to `roll_back` to."""
         return len(self.journal), len(self.graph.nodes)
 
+    def is_random_since(self, mark: tuple[int, int]) -> bool:
+        """Whether an operation recorded since `mark` draws random numbers."""
+        new = islice(reversed(self.graph.nodes), len(self.graph.nodes) - mark[1])
+        return any(node.meta.get("random") for node in new)
+
     def roll_back(self, entries: int, nodes: int) -> None:
         """Forget everything since `mark()`."""
         while len(self.journal) > entries:
@@ -202,7 +214,7 @@ class Ledger:
                 self.nodes.pop(key, None)
             else:
                 self.nodes[key] = before
-        for node in list(self.graph.nodes)[nodes:][::-1]:
+        for node in list(islice(reversed(self.graph.nodes), len(self.graph.nodes) - nodes)):
             self.graph.erase_node(node)
 
 

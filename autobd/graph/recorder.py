@@ -21,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from .arguments import Arguments
+from .fake_mode import RecordingMode
 from .interception import intercepted_calls
 from .leaves import is_leaf
 from .ledger import Ledger
+from .liveness import prune
 from .nested import has_tensor, map_tensors, tensors_in
 from .origin import Opaque, calling_line, explain, user_line
 from .randomness import Dice, same_python_randomness
@@ -41,7 +43,6 @@ class Recording:
     objects: dict[str, Any] = field(default_factory=dict)  # get_attr targets that are no attribute of the model
     omitted: list[str] = field(default_factory=list)  # types of objects left out of the outputs
     opaque: dict[str, str] = field(default_factory=dict)  # module path -> why it stays whole
-    keeps: tuple[str, str] | None = None  # module and attribute that a forward leaves for the next one to read
 
 
 class Recorder(TorchFunctionMode):
@@ -50,33 +51,37 @@ class Recorder(TorchFunctionMode):
     Arguments:
         subject: any model; nothing of it is changed.
         leaves: paths of further submodules to keep whole, with the reason.
+        fake_mode: that of an earlier call, where attributes hold tensors of it.
     """
 
-    def __init__(self, subject: Subject, leaves: Mapping[str, str]) -> None:
+    def __init__(self, subject: Subject, leaves: Mapping[str, str], fake_mode: RecordingMode) -> None:
         super().__init__()
         self.subject, self.model, self.paths = subject, subject.model, subject.paths
         self.forced = leaves
         self.attributes = subject.attributes
-        self.ledger = Ledger(subject)
+        self.ledger = Ledger(subject, fake_mode)
         self.recording = Recording(self.ledger.graph, objects=self.ledger.objects, omitted=self.ledger.omitted)
         self.seen = self.ledger.fake_mode.seen
         self.left_as = dict(subject.bindings)  # of each module, at the start or after its last call
         self.failed_in: str | None = None  # where an exception came from, innermost module
         self.real_run = False
+        self.whole: dict[str, bool] = {}
+        self.called = {""}  # paths of the modules that were reached by a call
         self.thread = threading.get_ident()
         self.autocast = _autocast_state()
         self.gradients = torch.is_grad_enabled()
 
     # ---------------------------------------------------------------- running
 
-    def record(self, arguments: Arguments, names: list[str], first_call: bool = True) -> Recording:
-        """Run the model on fake tensors shaped like `arguments`; `names` name the placeholders.
+    def record(self, arguments: Arguments, names: list[str], rows: int) -> Recording:
+        """Run the model on fake tensors shaped like `arguments`, with `rows` rows; `names` name the placeholders.
 
-        A forward that leaves an attribute behind is run again (`first_call` False): what it does must not depend on it.
+        What the forward does to attributes is undone only if it fails.
 
         Errors: CaptureError if the model fails on these inputs, or if the root's own code would be frozen.
         """
-        fake = arguments.map(lambda t: self.ledger.fake_mode.from_tensor(t))
+        with self.ledger.fake_mode:
+            fake = arguments.resized(rows)
         for tensor, name in zip(fake.tensors, names, strict=True):
             node = self.ledger.graph.placeholder(name)
             self.ledger.bind(tensor, node)
@@ -91,34 +96,47 @@ class Recorder(TorchFunctionMode):
                 self.dice = Dice()
                 output = self.model(*fake.args, **fake.kwargs)
                 self._check_dice()
-                self._check_exit(self.model, output)
+                self._check_exit(output)
             self.recording.outputs = self.ledger.argument(output, outputs=True)
-            self.recording.keeps = self._kept_for_the_next_call(arguments, names) if first_call else None
         except Exception as error:
-            raise explain(error, self.model, self.failed_in, arguments) from error
-        finally:
             self.attributes.restore()
+            raise explain(error, self.model, self.failed_in, arguments) from error
+        except BaseException:
+            self.attributes.restore()
+            raise
+        prune(self.ledger.graph, self.recording.outputs)
         return self.recording
 
-    def _kept_for_the_next_call(self, arguments: Arguments, names: list[str]) -> tuple[str, str] | None:
-        """A module and attribute that this call has set and that a second call, recorded now, reads."""
-        whole = [*self.forced, *self.recording.opaque]
-        for path, module in self.model.named_modules():
-            if (path and is_leaf(module)) or any(path == w or path.startswith(w + ".") for w in whole):
-                continue
-            if attributes := self._rebound(module):
-                again = Recorder(Subject(self.model), {**self.forced, **self.recording.opaque})
-                try:
-                    same = str(again.record(arguments, names, first_call=False).graph) == str(self.ledger.graph)
-                except CaptureError:
-                    same = False
-                return None if same else (path, attributes[0])
-        return None
+    def left_behind(self) -> dict[str, list[str]]:
+        """Attributes that the forward has bound anew, by module.
 
-    def _rebound(self, module: nn.Module) -> list[str]:
-        """Attributes that the forward bound anew; a buffer updated in place is recorded, and is not one of them."""
-        in_place = {id(f) for f in self.ledger.fakes.values()}
-        return [n for n in self.attributes.rewritten(module) if id(getattr(module, n, None)) not in in_place]
+        An entry added to a dict is a filled cache, and a buffer updated in place is recorded: these are not named.
+        """
+        found = {p: self.attributes.rewritten(m) for p, m in self.model.named_modules() if not self._is_whole(p)}
+        in_place = {id(f) for f in self.ledger.fakes.values()} if any(found.values()) else set()
+        modules = {p: self.model.get_submodule(p) for p, names in found.items() if names}
+        named = {p: [n for n in found[p] if id(getattr(m, n, None)) not in in_place] for p, m in modules.items()}
+        return {p: names for p, names in named.items() if names}
+
+    def set_after_calls(self) -> dict[str, str]:
+        """An attribute of each module recorded as one operation that was bound anew when it was not running."""
+        found = {}
+        for path, module in self.model.named_modules():
+            if self._is_whole(path) and not (now := Bindings(module)).same(self.left_as[module]):
+                in_place = {id(f) for f in self.ledger.fakes.values()}
+                changed = now.changed_from(self.left_as[module])
+                names = [n for n, value in changed.items() if id(value) not in in_place]
+                if names:
+                    found[path] = names[0]
+        return found
+
+    def _is_whole(self, path: str) -> bool:
+        """Whether the module at `path` is, or is inside of, one that is a single operation."""
+        if path not in self.whole:
+            parent, _, name = path.rpartition(".")
+            here = path in self.recording.opaque or path in self.forced or is_leaf(self.model.get_submodule(path))
+            self.whole[path] = bool(path) and (here or (bool(name) and self._is_whole(parent)))
+        return self.whole[path]
 
     def call_module(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for `nn.Module.__call__` while recording."""
@@ -127,13 +145,16 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if path in self.recording.opaque or path in self.forced or is_leaf(module):
             return self._leaf(original, path, module, args, kwargs)
+        self.called.add(path)
         self._check_dice()  # of the caller
         mark, caller = self.ledger.mark(), self.ledger.owner
         self.ledger.owner = path
         try:
             output = original(module, *args, **kwargs)
             self._check_dice()
-            self._check_exit(module, output)
+            self._check_exit(output)
+            if not module._modules and self.ledger.is_random_since(mark):
+                raise Opaque("draws random numbers")  # a leaf without parameters: another one in eval mode
         except Exception as error:
             self.ledger.roll_back(*mark)
             self.failed_in = path if self.failed_in is None else self.failed_in
@@ -181,6 +202,7 @@ class Recorder(TorchFunctionMode):
                 self.dice.put_back()
         node = self.ledger.graph.create_node("call_module", path, node_args, node_kwargs, name=path.replace(".", "_"))
         self._describe(node, path, versions)
+        node.meta["whole"] = path in self.recording.opaque or path in self.forced
         changes_itself = changes_itself or buffers != self._buffer_versions(module)
         left = {m: Bindings(m) for m in parts}
         changes_itself = changes_itself or not all(
@@ -258,13 +280,10 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return [(t, t._version) for t in tensors_in(value)]
 
-    def _check_exit(self, module: nn.Module, output: Any) -> None:
+    def _check_exit(self, output: Any) -> None:
         with torch._C.DisableTorchFunction():
             for tensor in tensors_in(output):
                 self.ledger.node(tensor)
-        lost = self._rebound(module)
-        if lost and (module is not self.model or any(n in module._buffers for n in lost)):
-            raise Opaque(f"sets self.{lost[0]} in its forward")
 
 
 def _attribute(func: Any) -> str:

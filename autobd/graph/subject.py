@@ -49,6 +49,13 @@ class Bindings:
             all(map(is_, self.values, other.values)) or all(map(_same, self.values, other.values))
         )
 
+    def changed_from(self, other: Bindings) -> dict[str, Any]:
+        """What is bound anew, by name."""
+        before = dict(zip(other.names, other.values, strict=True))
+        return {
+            n: v for n, v in zip(self.names, self.values, strict=True) if n not in before or not _same(v, before[n])
+        }
+
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, PRIMITIVES) and a == b)
