@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .fake_mode import RecordingMode
+from .liveness import sources
 from .nested import has_tensor, tensors_in
 from .origin import Opaque, calling_line
 from .state import storage_of
@@ -75,7 +76,8 @@ class Ledger:
             return known
         if id(tensor) in self.subject.tensors:
             with torch._C.DisableTorchFunction():  # what is asked of a tensor to make a fake is not recorded
-                fake = self.fake_mode.stand_in(tensor, alone=self.subject.memories[storage_of(tensor)] == 1)
+                alone = self.subject.memories[storage_of(tensor)] == 1
+                fake = self.fake_mode.stand_in(tensor, alone, self.subject.instead_of_meta)
             self.fakes[id(tensor)] = fake
             self.origin[id(fake)] = self.origin[id(tensor)]
             return fake
@@ -205,6 +207,13 @@ class Ledger:
         """Whether an operation recorded since `mark` draws random numbers."""
         new = islice(reversed(self.graph.nodes), len(self.graph.nodes) - mark[1])
         return any(node.meta.get("random") for node in new)
+
+    def is_rolled(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of random numbers and of nothing that the model is given or holds."""
+        known = self.nodes.get(id(tensor))
+        made_by = sources(known[1]) if known is not None else []
+        made_here = all(n.op in ("call_function", "call_method") for n in made_by)
+        return made_here and any(n.meta["random"] for n in made_by)
 
     def roll_back(self, entries: int, nodes: int) -> None:
         """Forget everything since `mark()`."""

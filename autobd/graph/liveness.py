@@ -60,6 +60,22 @@ def prune(graph: fx.Graph, outputs: Any) -> None:
                 placed.add(read)
 
 
+def sources(node: fx.Node) -> list[fx.Node]:
+    """What `node`, and all that is ever written to its memory, is made by, in order."""
+    writers: dict[int, list[fx.Node]] = defaultdict(list)
+    for other in node.graph.nodes:
+        for storage in written_by(other):
+            writers[storage].append(other)
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        if current not in found:
+            found.add(current)
+            todo += [*current.all_input_nodes, *writers.get(_storage(current), ())]
+    return [n for n in node.graph.nodes if n in found]
+
+
 def _storage(node: fx.Node) -> int:
     info = node.meta.get("tensor")
     return 0 if info is None else int(info.storage)

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import CaptureError
 from .arguments import Arguments
 from .fake_mode import RecordingMode
+from .leftovers import left_behind, set_after_calls
 from .recorder import Recorder, Recording
 from .repetition import constants, repeats, same_constants
 from .subject import Subject
@@ -71,7 +72,7 @@ class Calls:
         are the same; of several modules that leave something, `only` these are tested."""
         try:
             first = self._first(subject, self.sizes[0])
-            left = first.left_behind()
+            left = left_behind(first)
             self._refuse(left, first)
             kept = [constants(first, left)]
             seconds = self._seconds(subject, first, left, only) if left else []
@@ -93,7 +94,7 @@ class Calls:
         module which is recorded as one operation, after that."""
         buffers = {p: [n for n in names if n in self.model.get_submodule(p)._buffers] for p, names in left.items()}
         self._keep_whole({p: f"sets self.{names[0]} in its forward" for p, names in buffers.items() if names}, first)
-        set_later = first.set_after_calls()
+        set_later = set_after_calls(first)
         reasons = {p.rpartition(".")[0]: f"changes '{n}' of '{p}' after calling it" for p, n in set_later.items()}
         self._keep_whole(reasons, first)
 
@@ -131,7 +132,7 @@ class Calls:
                 seconds.append(recorder.record(self.arguments, self.names, rows))
             except CaptureError:
                 break
-            changed = recorder.left_behind()
+            changed = left_behind(recorder)
             between.attributes.restore()
             self._keep_whole({p: f"changes self.{names[0]} in every call" for p, names in changed.items() if p}, first)
         return seconds

@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from .arguments import Arguments
-from .fake_mode import RecordingMode
+from .fake_mode import RecordingMode, errors_unlogged
 from .interception import intercepted_calls
 from .leaves import is_leaf
 from .ledger import Ledger
 from .liveness import prune
 from .nested import has_tensor, map_tensors, tensors_in
-from .origin import Opaque, calling_line, explain, user_line
+from .origin import Opaque, Rolled, by_dice, calling_line, explain, on_meta, reason_of
 from .randomness import Dice, same_python_randomness
 from .real_run import run_real
 from .state import storage_of
@@ -65,7 +66,6 @@ class Recorder(TorchFunctionMode):
         self.left_as = dict(subject.bindings)  # of each module, at the start or after its last call
         self.failed_in: str | None = None  # where an exception came from, innermost module
         self.real_run = False
-        self.whole: dict[str, bool] = {}
         self.called = {""}  # paths of the modules that were reached by a call
         self.thread = threading.get_ident()
         self.autocast = _autocast_state()
@@ -80,8 +80,8 @@ class Recorder(TorchFunctionMode):
 
         Errors: CaptureError if the model fails on these inputs, or if the root's own code would be frozen.
         """
-        with self.ledger.fake_mode:
-            fake = arguments.resized(rows)
+        with self.subject.off_meta(), self.ledger.fake_mode:
+            fake = arguments.resized(rows, self.subject.instead_of_meta)
         for tensor, name in zip(fake.tensors, names, strict=True):
             node = self.ledger.graph.placeholder(name)
             self.ledger.bind(tensor, node)
@@ -89,14 +89,19 @@ class Recorder(TorchFunctionMode):
             with (
                 same_python_randomness(),
                 torch.random.fork_rng(devices=self.subject.devices),
+                errors_unlogged(),
+                self.subject.off_meta(),
                 self.ledger.fake_mode,
                 intercepted_calls(self),
                 self,
             ):
                 self.dice = Dice()
-                output = self.model(*fake.args, **fake.kwargs)
-                self._check_dice()
-                self._check_exit(output)
+                try:
+                    output = self.model(*fake.args, **fake.kwargs)
+                    self._check_dice()
+                    self._check_exit(output)
+                except Exception as error:
+                    raise self._cause(error) from None
             self.recording.outputs = self.ledger.argument(output, outputs=True)
         except Exception as error:
             self.attributes.restore()
@@ -106,37 +111,6 @@ class Recorder(TorchFunctionMode):
             raise
         prune(self.ledger.graph, self.recording.outputs)
         return self.recording
-
-    def left_behind(self) -> dict[str, list[str]]:
-        """Attributes that the forward has bound anew, by module.
-
-        An entry added to a dict is a filled cache, and a buffer updated in place is recorded: these are not named.
-        """
-        found = {p: self.attributes.rewritten(m) for p, m in self.model.named_modules() if not self._is_whole(p)}
-        in_place = {id(f) for f in self.ledger.fakes.values()} if any(found.values()) else set()
-        modules = {p: self.model.get_submodule(p) for p, names in found.items() if names}
-        named = {p: [n for n in found[p] if id(getattr(m, n, None)) not in in_place] for p, m in modules.items()}
-        return {p: names for p, names in named.items() if names}
-
-    def set_after_calls(self) -> dict[str, str]:
-        """An attribute of each module recorded as one operation that was bound anew when it was not running."""
-        found = {}
-        for path, module in self.model.named_modules():
-            if self._is_whole(path) and not (now := Bindings(module)).same(self.left_as[module]):
-                in_place = {id(f) for f in self.ledger.fakes.values()}
-                changed = now.changed_from(self.left_as[module])
-                names = [n for n, value in changed.items() if id(value) not in in_place]
-                if names:
-                    found[path] = names[0]
-        return found
-
-    def _is_whole(self, path: str) -> bool:
-        """Whether the module at `path` is, or is inside of, one that is a single operation."""
-        if path not in self.whole:
-            parent, _, name = path.rpartition(".")
-            here = path in self.recording.opaque or path in self.forced or is_leaf(self.model.get_submodule(path))
-            self.whole[path] = bool(path) and (here or (bool(name) and self._is_whole(parent)))
-        return self.whole[path]
 
     def call_module(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for `nn.Module.__call__` while recording."""
@@ -155,19 +129,18 @@ class Recorder(TorchFunctionMode):
             self._check_exit(output)
             if not module._modules and self.ledger.is_random_since(mark):
                 raise Opaque("draws random numbers")  # a leaf without parameters: another one in eval mode
-        except Exception as error:
+        except Exception as failure:
+            error = self._cause(failure)
             self.ledger.roll_back(*mark)
             self.failed_in = path if self.failed_in is None else self.failed_in
             self.attributes.restore(within=module)
             self.dice.put_back()  # what a module draws is not drawn by the modules around it
-            self.recording.opaque[path] = (
-                f"{_reason(error)} ({user_line(error)})" if user_line(error) else _reason(error)
-            )
+            self.recording.opaque[path] = reason_of(error)
             try:
                 output = self._leaf(original, path, module, args, kwargs)
-            except Exception:
+            except Exception as again:
                 del self.recording.opaque[path]
-                raise error from None
+                raise next((e for e in (error, again) if isinstance(e, CaptureError)), error) from None
             self.failed_in = None
             return output
         finally:
@@ -178,10 +151,14 @@ class Recorder(TorchFunctionMode):
 
     def _check_dice(self) -> None:
         if self.dice.moved():
-            raise Opaque("draws from or seeds a global random generator in Python")
+            raise Rolled("draws random numbers in Python, or seeds its generators")
+
+    def _cause(self, error: Exception) -> Exception:
+        return by_dice(error) if self.dice.moved() else error
 
     def _leaf(self, original: Any, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_dice()  # of the caller
+        args, kwargs = map_tensors(self.ledger.fake, args), map_tensors(self.ledger.fake, kwargs)  # parameters
         node_args, node_kwargs = self.ledger.argument(args), self.ledger.argument(kwargs)
         parts = list(module.modules())
         if not all(Bindings(m).same(self.left_as[m]) for m in parts if m in self.left_as):
@@ -194,7 +171,7 @@ class Recorder(TorchFunctionMode):
             output = original(module, *args, **kwargs)
             changes_itself = self.dice.moved()
         except Exception as error:
-            output = self._really(original, module, args, kwargs, error)
+            output = self._really(original, path, module, args, kwargs, error)
             changes_itself = True  # what it did is not known
         finally:
             self.ledger.inside_leaf -= 1
@@ -215,10 +192,10 @@ class Recorder(TorchFunctionMode):
             node.meta.setdefault("exits", []).append(path)
         return output
 
-    def _really(self, original: Any, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+    def _really(self, original: Any, path: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """The output of a leaf that fails on fake tensors with `error`, which is raised if real ones fail as well."""
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-            raise error
+            raise on_meta(path, error) from error
         self.real_run = True
         try:
             return run_real(original, module, args, kwargs, self.ledger.fake_mode)
@@ -234,13 +211,20 @@ class Recorder(TorchFunctionMode):
         if self.real_run or threading.get_ident() != self.thread:
             return func(*args, **kwargs)
         args, kwargs = map_tensors(self.ledger.fake, args), map_tensors(self.ledger.fake, kwargs)
+        if self.subject.on_meta and "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
+            kwargs["device"] = self.subject.instead_of_meta
         if self.ledger.inside_leaf:
             return func(*args, **kwargs)
         versions = self._versions((args, kwargs))
         self.seen.start()
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             raise Opaque(f"calls tensor.{func.__name__}")
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if any(self.ledger.is_rolled(t) for t in tensors_in((args, kwargs))):
+                raise Rolled("draws random numbers and uses their value in Python") from None
+            raise
         mutated = any(t._version != version for t, version in versions)
         if not mutated and not has_tensor(output):
             if getattr(func, "__name__", "") == "__set__" and isinstance(args[0], Tensor):
@@ -269,7 +253,8 @@ class Recorder(TorchFunctionMode):
         node.meta["grad"] = torch.is_grad_enabled() or not self.gradients
         node.meta["flops"] = self.seen.flops
         node.meta["random"] = self.seen.random
-        node.meta["mutates"] = frozenset(storage_of(t) for t, version in versions if t._version != version)
+        with torch._C.DisableTorchFunction():
+            node.meta["mutates"] = frozenset(storage_of(t) for t, version in versions if t._version != version)
 
     def _buffer_versions(self, module: nn.Module) -> list[int]:
         fakes = (self.ledger.fakes.get(id(b)) for b in module.buffers())
@@ -288,10 +273,6 @@ class Recorder(TorchFunctionMode):
 
 def _attribute(func: Any) -> str:
     return str(func.__self__.__name__)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, (Opaque, CaptureError)) else explain(error, None, None, None).problem
 
 
 def _autocast_state() -> tuple[bool, ...]:

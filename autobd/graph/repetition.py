@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .liveness import live
+from .liveness import live, sources
 from .recorder import Recorder, Recording
 from .state import module_tensors
 
@@ -23,31 +23,13 @@ def constants(recorder: Recorder, left: Mapping[str, list[str]]) -> Constants:
         for tensor in (held[name] for name in names if isinstance(held.get(name), Tensor)):
             paths = paths or module_tensors(recorder.model)
             known = recorder.ledger.nodes.get(id(tensor))
-            if known is not None and not known[1]._erased and _sources(known[1]):
+            if known is not None and not known[1]._erased and _is_constant(known[1]):
                 found[known[1]] = paths[id(tensor)][0]
     return found
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """What `node`, and all that is ever written to its memory, is made by, in order; nothing if that takes more than
-    numbers."""
-    writers: dict[int, list[fx.Node]] = {}
-    for other in node.graph.nodes:
-        for storage in other.meta.get("mutates", ()):
-            writers.setdefault(storage, []).append(other)
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current in found:
-            continue
-        if current.op not in ("call_function", "call_method") or current.meta["random"]:
-            return []
-        found.add(current)
-        todo += current.all_input_nodes
-        info = current.meta.get("tensor")
-        todo += writers.get(info.storage, ()) if info is not None else ()
-    return [n for n in node.graph.nodes if n in found]
+def _is_constant(node: fx.Node) -> bool:
+    return all(n.op in ("call_function", "call_method") and not n.meta["random"] for n in sources(node))
 
 
 def same_constants(first: Constants, second: Constants) -> bool:
@@ -56,7 +38,7 @@ def same_constants(first: Constants, second: Constants) -> bool:
         return False
     by_path = {path: node for node, path in second.items()}
     for node, path in first.items():
-        sides = [_Side(_sources(n), {}, {}) for n in (node, by_path[path])]
+        sides = [_Side(sources(n), {}, {}) for n in (node, by_path[path])]
         if not _same_order(sides):
             return False
     return True

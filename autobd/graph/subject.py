@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 
 from .randomness import cuda_devices
@@ -21,6 +23,7 @@ class Subject:
         tensors: its parameters, buffers and plain tensor attributes, by id; `memories`: how many there are by storage.
         bindings: of each module.
         devices: indices of the CUDA devices whose random generators a recording could move.
+        instead_of_meta: the device that tensors on the meta device are taken to be on; `on_meta`: it has such tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,6 +34,13 @@ class Subject:
         self.memories = Counter(storage_of(t) for _, t in self.tensors.values())
         self.bindings = {m: Bindings(m) for m in model.modules()}
         self.devices = cuda_devices(model)
+        real = [t.device for _, t in self.tensors.values() if not t.is_meta]
+        self.on_meta = len(real) < len(self.tensors)
+        self.instead_of_meta = next(iter(real), torch.device("cpu"))
+
+    def off_meta(self) -> AbstractContextManager[Any]:
+        """New tensors are not made on the meta device, where it is the default."""
+        return self.instead_of_meta if torch.get_default_device().type == "meta" else nullcontext()
 
 
 class Bindings:
