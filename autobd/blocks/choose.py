@@ -80,6 +80,13 @@ def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) ->
                 given=f"cuts={list(cuts)}",
                 expected="cuts in the order of the forward pass",
             )
+        if pairs and not {t.node for t in student.distilled} - {t.node for t in pairs[-1].student.distilled}:
+            raise SplitError(
+                f"Block {len(pairs)}: the student's layers before cut {tuple(entry)} make nothing that crosses it.",
+                given=f"cuts={list(cuts)}",
+                expected="a tensor that the block can learn",
+                do="leave this cut out",
+            )
         pairs.append(CutPair(replace(teacher, tensors=tuple(a.teacher for a in adapters)), student, adapters))
     return Alignment(tuple(pairs), ())
 
