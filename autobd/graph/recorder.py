@@ -239,7 +239,8 @@ class Recorder(TorchFunctionMode):
         graph = self.ledger.graph
         if name == "__get__":
             return graph.call_function(getattr, (args[0], _attribute(func)))
-        if getattr(torch.Tensor, name, None) is func and args:
+        name = name if getattr(torch.Tensor, name, None) is func else _METHODS.get(func, "")
+        if name and args:
             return graph.call_method(name, args, kwargs)
         return graph.call_function(func, args, kwargs)
 
@@ -269,6 +270,10 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             for tensor in tensors_in(output):
                 self.ledger.node(tensor)
+
+
+# Methods that torch wraps under another name: the power operator's calls itself "pow".
+_METHODS = {getattr(torch.Tensor, name): name for name in ("__pow__", "__ipow__")}
 
 
 def _attribute(func: Any) -> str:
