@@ -39,8 +39,8 @@ def models_of(suite):
         for name in names:
             yield name, lambda name=name: load_model(f"torchvision:{name}"), lambda m: declared_example(m, 2)
     elif suite == "timm":
-        for name in MODELS["timm"]:
-            yield name, lambda name=name: load_model(f"timm:{name}"), lambda m: declared_example(m, 2)
+        for name, size in MODELS["timm"].items():  # a size where the model's own takes too much memory
+            yield name, lambda name=name: load_model(f"timm:{name}"), lambda m, size=size: declared_example(m, 2, size)
     else:
         for name, entry in MODELS["hf"].items():
             yield name, lambda entry=entry: transformer(entry), lambda m, entry=entry: tokens_or(entry["input"])
