@@ -36,6 +36,11 @@ def step_seed(step, block, seed=0):
     return int.from_bytes(digest, "big") >> 1
 
 
+def same(*names):
+    """Cuts behind modules or nodes of these names in both models."""
+    return [(name, name) for name in names]
+
+
 def called(model, batch):
     """What the model's owner gets for a batch: a tensor, a tuple of positional arguments or a dict of keywords."""
     if isinstance(batch, dict):
@@ -55,25 +60,24 @@ def chained(*names):
 def plain_loop(teacher, student, stages, batches, lr=1e-3):
     """Blockwise distillation with nothing but PyTorch; trains `student` in place, returns the losses by step.
 
-    `stages` are pairs of a function `(model, x, batch) -> next x` (the first x is the batch itself), and the paths of
-    the student's modules and parameters that it trains.
+    A stage is a function `(model, x, batch) -> next x` (the first x is the batch itself; x is a tensor, or a tuple if
+    several cross), the paths of the student's modules and parameters that it trains, and which of the tensors it learns
+    if not all.
     """
     teacher, student = copy.deepcopy(teacher).eval(), student.train()
-    optimizers = []
-    for _, paths in stages:
-        parts = [_get(student, path) for path in paths]
-        own = [p for part in parts for p in ([part] if isinstance(part, nn.Parameter) else part.parameters())]
-        own = [p for p in own if p.requires_grad]
-        optimizers.append(torch.optim.AdamW(own, lr=lr) if own else None)
+    optimizers = [_optimizer(student, paths, lr) for _, paths, *_ in stages]
     scales, history = [None] * len(stages), []
     for step, batch in enumerate(batches):
         row, x = [], batch
-        for i, ((run, _), optimizer) in enumerate(zip(stages, optimizers, strict=True)):
+        for i, ((run, _, *learned), optimizer) in enumerate(zip(stages, optimizers, strict=True)):
             with torch.no_grad():
                 target = run(teacher, x, batch)
-            scales[i] = target.square().mean() if scales[i] is None else scales[i]
+            targets = _chosen(target, *learned)
+            scales[i] = scales[i] or [t.square().mean() for t in targets]
             seed_all(step_seed(step, i))
-            loss = row_losses(run(student, x, batch), target).mean() / scales[i]
+            outputs = _chosen(run(student, x, batch), *learned)
+            losses = [row_losses(s, t).mean() / n for s, t, n in zip(outputs, targets, scales[i], strict=True)]
+            loss = torch.stack(losses).mean()
             if optimizer is not None and loss.requires_grad:
                 optimizer.zero_grad()
                 loss.backward()
@@ -82,6 +86,18 @@ def plain_loop(teacher, student, stages, batches, lr=1e-3):
             x = target
         history.append(tuple(row))
     return history
+
+
+def _chosen(x, learned=None):
+    tensors = x if isinstance(x, tuple) else (x,)
+    return [t for i, t in enumerate(tensors) if learned is None or i in learned]
+
+
+def _optimizer(model, paths, lr):
+    parts = [_get(model, path) for path in paths]
+    own = [p for part in parts for p in ([part] if isinstance(part, nn.Parameter) else part.parameters())]
+    own = [p for p in own if p.requires_grad]
+    return torch.optim.AdamW(own, lr=lr) if own else None
 
 
 def _get(model, path):
@@ -138,3 +154,15 @@ def assert_blocks_are_the_models(split, batches, output=lambda y: y):
                 for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
                     assert (a.grad is None) == (b.grad is None)
                     assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+def teacher_boundaries(split, batch):
+    """What the teacher's blocks give, one after another, called without the rest of the package."""
+    model, x, found = split.teacher.model.eval(), (), []
+    tensors = Arguments.of(batch, model).tensors
+    with torch.no_grad():
+        for p, block in zip(split.pairs, split.bind_teacher(), strict=True):
+            block.training = False
+            x = block(*x, *(tensors[i] for i in p.teacher.inputs))
+            found.append(x[0])
+    return found
