@@ -196,7 +196,12 @@ def named(name: str, flow: Dataflow, whose: str) -> Cut:
 def _obstacles_after(flow: Dataflow, path: str) -> Iterator[str]:
     inside = [i for i, n in enumerate(flow.order) if _below(str(n.meta["path"]), path)]
     if not inside:
-        yield "it is not on the way to the distilled output"
+        anew = any(n in flow.on_path and _below(str(n.meta["path"]), path) for n in flow.floating)
+        yield (
+            "it works on inputs alone or on weights alone, and is made anew in each block that needs it"
+            if anew
+            else "it is not on the way to the distilled output"
+        )
         return
     reason = obstacle(flow, inside[-1])
     if reason is not None:

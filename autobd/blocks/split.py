@@ -164,12 +164,20 @@ def split(
         outputs,
         is_logits(captured, outputs) if logits is None else logits,
         tied,
-        _notes(captured, pairs, tied),
+        _notes(captured, outputs, pairs, tied),
     )
 
 
-def _notes(captured: tuple[Captured, Captured], pairs: tuple[BlockPair, ...], ties: tuple[Tie, ...]) -> tuple[str, ...]:
+def _notes(
+    captured: tuple[Captured, Captured], outputs: tuple[str, str], pairs: tuple[BlockPair, ...], ties: tuple[Tie, ...]
+) -> tuple[str, ...]:
     notes = [f"{whose}: {note}" for whose, c in zip(("teacher", "student"), captured, strict=True) for note in c.notes]
+    if outputs[0] != outputs[1] and max(len(c.outputs) for c in captured) > 1:
+        theirs = " and ".join(
+            f"'{name}' of the {whose} (which returns {', '.join(c.outputs)})"
+            for whose, name, c in zip(("teacher", "student"), outputs, captured, strict=True)
+        )
+        notes.append(f"the outputs have no name in common, the first ones are paired: {theirs}")
     used = {name for pair in pairs for name in pair.student.parameters}
     idle = [n for n, p in captured[1].model.named_parameters() if n not in used and p.requires_grad]
     if idle:

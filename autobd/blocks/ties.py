@@ -20,6 +20,7 @@ class Tie:
 
     Attributes:
         parameters: their keys in the student; `blocks`: numbers of the blocks, rising.
+        aliases: further keys of the same parameters, where several modules hold one.
         together: True: every block's gradient counts and these blocks stay in one stage; False: trained in the first
             block alone, later ones use a copy that is refreshed at epoch ends.
     """
@@ -27,16 +28,20 @@ class Tie:
     parameters: tuple[str, ...]
     blocks: tuple[int, ...]
     together: bool
+    aliases: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        more = f" and {len(self.parameters) - 3} more" if len(self.parameters) > 3 else ""
-        names = ", ".join(self.parameters[:3]) + more
+        names = _shown(self.parameters) + (f" (also {_shown(self.aliases)})" if self.aliases else "")
         how = (
             "trained by all of them, in one stage"
             if self.together
             else f"trained in block {self.blocks[0]}, elsewhere a copy that is refreshed at epoch ends"
         )
         return f"student: {names}: used in blocks {', '.join(map(str, self.blocks))}, {how}"
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def find_ties(student: nn.Module, blocks: list[Block], policy: Policy) -> tuple[Tie, ...]:
@@ -62,6 +67,17 @@ def find_ties(student: nn.Module, blocks: list[Block], policy: Policy) -> tuple[
     own = {b for where in used.values() for b in where[:1]}  # blocks that train something under "first"
     starved = {b for where in used.values() for b in where} - own
     return tuple(
-        Tie(tuple(names), where, policy == "together" or (policy == "auto" and not starved.isdisjoint(where)))
+        Tie(
+            tuple(names),
+            where,
+            policy == "together" or (policy == "auto" and not starved.isdisjoint(where)),
+            _aliases(student, names),
+        )
         for where, names in groups.items()
     )
+
+
+def _aliases(student: nn.Module, names: list[str]) -> tuple[str, ...]:
+    tied = {id(student.get_parameter(name)) for name in names}
+    every = student.named_parameters(remove_duplicate=False)
+    return tuple(name for name, p in every if id(p) in tied and name not in names)

@@ -60,7 +60,12 @@ class Rank:
         like = next(p for p in student.parameters() if p.is_floating_point())
         self.adapters = [[a.on(like) for a in pair.adapters] for pair in split.pairs]
         self.maps = ChannelMaps(split, like)
-        self.keys_python = bool(split.student.opaque)
+        opaque = split.student.opaque
+        self.keys_python = bool(opaque)
+        self.varies = [  # may leave out its weights in a step, as a layer that drops itself does
+            any(n.op == "call_module" and n.target in opaque for n in p.student.graph.nodes) for p in split.pairs
+        ]
+        self.learns = [True] * len(split)  # whether the block's output depends on its weights in this step
         self.recipes = [recipe.for_block(b, len(split), split.logits) for b in range(len(split))]
         self.parameters = [
             [*own, *self.maps.of_block(b)] for b, own in enumerate(trained_parameters(split, self.named))
@@ -101,6 +106,7 @@ class Rank:
             given = None if boundary is None else self._adapted(block, boundary)
             output = self._run(self.student_blocks[block], pair.student.inputs, inputs.student, given)
             outputs = [self.maps.leave(block, i, output[i]) for i in pair.student.distilled]
+            self.learns[block] = not self.varies[block] or any(t.requires_grad for t in outputs)
             losses = [evaluate(recipe.loss, s, t, self._where(block)) for s, t in zip(outputs, targets, strict=True)]
             scaled = [loss / n for loss, n in zip(losses, normalisers, strict=True)]
             loss = torch.stack(scaled if isinstance(recipe.loss, MSE) and recipe.loss.normalised else losses).mean()
@@ -123,7 +129,7 @@ class Rank:
         return tuple(self.maps.enter(block, i, a(t)) for i, (a, t) in enumerate(zip(adapters, boundary, strict=True)))
 
     def student_backward(self, block: int, loss: Tensor) -> None:
-        if not self.trains[block]:
+        if not self.trains[block] or not self.learns[block]:
             return
         if not loss.requires_grad:
             raise LossError(
