@@ -144,7 +144,7 @@ def distill(
         for block in range(len(found)):
             recipe.for_block(block, len(found), found.logits)
         verification = found.verify()
-        found = found.fit(pair_example[0])
+        found = found.fit(pair_example[0], verification.teacher_writes)
         chosen = plan(found, cluster, strategy)
         program = build(chosen, found)
         history, rank = train(

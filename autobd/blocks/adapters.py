@@ -150,13 +150,21 @@ def positions(tensor: Boundary) -> int:
     if len(tensor.grid) != 1:
         return math.prod(tensor.grid)
     (length,) = tensor.grid
+    if not _may_hold_class_tokens(tensor):
+        return length
     square = math.isqrt(length) ** 2
     return square if square >= 4 and length - square <= _MOST_PREFIX else length
 
 
+def _may_hold_class_tokens(tensor: Boundary) -> bool:
+    return tensor.image and len(tensor.grid) == 1 and tensor.channels == 1
+
+
 def _same_positions(a: Boundary, b: Boundary) -> bool:
     if a.grid == b.grid:
-        return True
+        return len(a.shape) == len(b.shape)
+    if not all(_may_hold_class_tokens(t) for t in (a, b) if len(t.grid) == 1):
+        return False
     if not a.grid or not b.grid or not (len(a.grid) == 1 or len(b.grid) == 1):
         return False
     if len(a.grid) == len(b.grid) == 1:

@@ -27,6 +27,7 @@ class Boundary:
         folded: how many of its rows belong to one row of the batch (windows folded into the batch axis); mostly 1.
         channels: which axis of `shape` holds channels.
         lowest: how low its values reach.
+        image: the model reads images, so that tokens may be their positions.
     """
 
     node: fx.Node
@@ -35,6 +36,7 @@ class Boundary:
     folded: int
     channels: int
     lowest: Lowest
+    image: bool = False
 
     @property
     def distilled(self) -> bool:
@@ -132,6 +134,7 @@ def boundary(flow: Dataflow, node: fx.Node) -> Boundary:
         folded,
         flow.layouts.channel_axis(node) - 1 if rest else 0,
         flow.layouts.lowest[node],
+        flow.reads_images,
     )
 
 

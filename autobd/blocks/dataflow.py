@@ -167,6 +167,11 @@ class Dataflow:
         return Layouts(self.nodes, self.modules)
 
     @cached_property
+    def reads_images(self) -> bool:
+        """Whether an input has rows, columns and channels."""
+        return any(n.op == "placeholder" and len(n.meta["dims"]) == 4 for n in self.nodes)
+
+    @cached_property
     def borders(self) -> dict[int, list[str]]:
         """Positions in `order` behind a stage (see `is_stage`), with the stages that end there, outermost last."""
         found: dict[int, list[str]] = defaultdict(list)

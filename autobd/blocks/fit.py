@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Arguments
-from ..graph.state import untouched
+from ..graph.state import module_tensors, untouched
 from .adapters import Adapter, needs_nonnegative
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_SAMPLES = 16384
 
 
-def fit(split: Split, arguments: Arguments) -> Split:
+def fit(split: Split, arguments: Arguments, writes: Sequence[str] | None) -> Split:
     """`split` with every channel map chosen.
 
     After a ReLU the teacher's channels that explain most of the others are selected, elsewhere principal components
@@ -27,13 +28,16 @@ def fit(split: Split, arguments: Arguments) -> Split:
 
     Arguments:
         arguments: a batch for the teacher.
+        writes: tensors of the teacher that its forward changes and that are put back; None: any.
     """
     if all(a.kind == "equal" for pair in split.pairs for a in pair.adapters):
         return split
     model, tensors = split.teacher.model, arguments.tensors
     boundary: tuple[Tensor, ...] = ()
     pairs = []
-    with untouched(model), torch.no_grad():
+    own = dict(module_tensors(model).values())
+    changed = [tensor for path, tensor in own.items() if writes is None or path in writes]
+    with untouched(model, tensors=changed), torch.no_grad():
         model.eval()
         for pair, block in zip(split.pairs, split.bind_teacher(), strict=True):
             block.training = False

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
 
 from ..errors import InputError, SplitError
+from ..graph import Captured
 from .adapters import Adapter
 from .carve import Block
 from .layout import Lowest
@@ -22,30 +22,29 @@ Wanted = str | Mapping[int, str]
 KINDS = ("auto", "matched", "trainable")
 
 
-def layers_to_fold_into(block: Block, tensor: int, student: nn.Module) -> tuple[str, ...]:
+def layers_to_fold_into(block: Block, tensor: int, student: Captured) -> tuple[str, ...]:
     """The layers of a student `block` that a map of its received `tensor` can be multiplied into.
 
-    All that reads the tensor, itself or averaged over positions, must be a linear layer without groups that is used
-    once; a depthwise convolution, a norm, an activation function or a shortcut forbids it (empty result).
+    All that reads the tensor, itself or averaged over positions, must be a trained linear layer without groups whose
+    weight nothing else reads; a depthwise convolution, a norm, an activation function or a shortcut forbids it (empty
+    result).
     """
     if tensor in _passed_on(block):
         return ()
+    reads = _reads(student)
     source, received = list(block.graph.nodes)[tensor], block.receives[tensor]
-    calls = Counter(n.target for n in block.graph.nodes if n.op == "call_module")
     names: list[str] = []
     todo = [(source, received.channels + 1)]
     while todo:
         node, axis = todo.pop()
         for user in node.users:
-            layer = student.get_submodule(str(user.target)) if user.op == "call_module" else None
+            layer = student.model.get_submodule(str(user.target)) if user.op == "call_module" else None
             if len(user.all_input_nodes) != 1 or user.args[:1] != (node,):
                 return ()
             after = _axis_after(user, layer, node, axis)
             if after is not None:
                 todo.append((user, after))
-            elif layer is not None and _takes_map(layer, axis, node) and calls[user.target] == 1:
-                if _is_shared(layer, student):
-                    return ()
+            elif layer is not None and _takes_map(layer, axis, node) and reads[id(layer.weight)] == 1:
                 names.append(str(user.target))
             else:
                 return ()
@@ -53,9 +52,22 @@ def layers_to_fold_into(block: Block, tensor: int, student: nn.Module) -> tuple[
 
 
 def _takes_map(layer: nn.Module, axis: int, node: fx.Node) -> bool:
-    if type(layer) not in _LINEAR or getattr(layer, "groups", 1) != 1 or parametrize.is_parametrized(layer):
+    weight = layer._parameters.get("weight")  # none of its own: computed by a parametrization or a hook
+    if type(layer) not in _LINEAR or getattr(layer, "groups", 1) != 1 or weight is None or not weight.requires_grad:
         return False
     return axis == (len(node.meta["dims"]) - 1 if isinstance(layer, nn.Linear) else 1)
+
+
+def _reads(student: Captured) -> Counter[int]:
+    """How often the forward reads each parameter, by id."""
+    found: Counter[int] = Counter()
+    names = dict(student.model.named_parameters(remove_duplicate=False))
+    for node in student.graph.nodes:
+        if node.op == "call_module":
+            found.update(id(p) for p in student.model.get_submodule(str(node.target)).parameters())
+        elif node.op == "get_attr" and node.target in names:
+            found.update([id(names[str(node.target)])] * max(1, len(node.users)))
+    return found
 
 
 def _axis_after(user: fx.Node, layer: nn.Module | None, node: fx.Node, axis: int) -> int | None:
@@ -78,12 +90,8 @@ def _axis_after(user: fx.Node, layer: nn.Module | None, node: fx.Node, axis: int
     return None
 
 
-def _is_shared(layer: nn.Module, student: nn.Module) -> bool:
-    return sum(m._parameters.get("weight") is layer.weight for m in student.modules()) > 1
-
-
 def with_kinds(
-    adapters: Sequence[tuple[Adapter, ...]], blocks: Sequence[Block], student: nn.Module, wanted: Wanted, hybrid: bool
+    adapters: Sequence[tuple[Adapter, ...]], blocks: Sequence[Block], student: Captured, wanted: Wanted, hybrid: bool
 ) -> list[tuple[Adapter, ...]]:
     """The adapters behind each block, of the wanted kinds where channels differ.
 
@@ -116,7 +124,7 @@ def with_kinds(
 
 
 def _of_kind(
-    adapter: Adapter, tensor: int, kind: str, number: int, after: Block, student: nn.Module, hybrid: bool
+    adapter: Adapter, tensor: int, kind: str, number: int, after: Block, student: Captured, hybrid: bool
 ) -> Adapter:
     folds = layers_to_fold_into(after, tensor, student)
     if kind == "auto":

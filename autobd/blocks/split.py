@@ -75,9 +75,13 @@ class Split:
         given = frozen or [{}] * len(self)
         return [p.student.bind(self.student, model, own) for p, own in zip(self.pairs, given, strict=True)]
 
-    def fit(self, batch: Any) -> Split:
-        """This split with the channel maps of its adapters chosen from the teacher's activations on `batch`."""
-        return fit(self, Arguments.of(batch, self.teacher.model))
+    def fit(self, batch: Any, writes: Sequence[str] | None = None) -> Split:
+        """This split with the channel maps of its adapters chosen from the teacher's activations on `batch`.
+
+        Arguments:
+            writes: tensors that the teacher's forward changes (see `Verification`), to be put back; None: unknown.
+        """
+        return fit(self, Arguments.of(batch, self.teacher.model), writes)
 
     def explain(self) -> str:
         """Why these cuts: what was paired, what was passed over and for which reason."""
@@ -154,7 +158,7 @@ def split(
     found = given_cuts(cuts, flows, resample) if cuts is not None else found_cuts(flows, blocks, resample)
     sides = [[p.teacher for p in found.pairs], [p.student for p in found.pairs]]
     teacher_blocks, student_blocks = (carve(flow, side) for flow, side in zip(flows, sides, strict=True))
-    chosen = with_kinds([*(p.adapters for p in found.pairs), (last,)], student_blocks, student, adapters, hybrid)
+    chosen = with_kinds([*(p.adapters for p in found.pairs), (last,)], student_blocks, captured[1], adapters, hybrid)
     pairs = tuple(BlockPair(*parts) for parts in zip(teacher_blocks, student_blocks, chosen, strict=True))
     tied = find_ties(student, student_blocks, ties)
     return Split(

@@ -22,7 +22,7 @@ FLOAT64 = {"rtol": 0, "atol": 1e-12}
 
 
 def boundary(shape, channels, dtype=torch.float64):
-    return Boundary(None, tuple(shape), dtype, 1, channels, Lowest.UNBOUNDED)
+    return Boundary(None, tuple(shape), dtype, 1, channels, Lowest.UNBOUNDED, image=True)
 
 
 @given(st.integers(1, 12), st.data())
@@ -150,7 +150,7 @@ def test_a_map_folded_into_its_readers_is_exact(first, second, seed):
     torch.manual_seed(seed)
     model = Reader(first, second).double()
     split = autobd.split(copy.deepcopy(model), model, torch.randn(2, 3, 6, 6).double(), cuts=[("before", "before")])
-    names = layers_to_fold_into(split.pairs[1].student, 0, model)
+    names = layers_to_fold_into(split.pairs[1].student, 0, split.student)
     assert names == ("first", "second")
     channel_map, x = torch.randn(4, 4).double(), torch.randn(3, 4, 6, 6).double()
     plain = copy.deepcopy(model)
@@ -180,7 +180,7 @@ class Mean(nn.Module):
 def test_a_map_is_folded_through_averages(name):
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), POOLED[name]()).double().eval()
     split = autobd.split(copy.deepcopy(model), model, torch.randn(2, 3, 8, 8).double(), cuts=[("0", "0")])
-    names = layers_to_fold_into(split.pairs[1].student, 0, model)
+    names = layers_to_fold_into(split.pairs[1].student, 0, split.student)
     assert len(names) == 1
     channel_map, x = torch.randn(4, 4).double(), torch.randn(3, 4, 6, 6).double()
     plain = copy.deepcopy(model)
@@ -191,7 +191,7 @@ def test_a_map_is_folded_through_averages(name):
 def test_a_map_is_not_folded_into_a_layer_over_positions():
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Flatten(), nn.Linear(144, 5)))
     split = autobd.split(copy.deepcopy(model), model, torch.randn(2, 3, 8, 8), cuts=[("0", "0")])
-    assert layers_to_fold_into(split.pairs[1].student, 0, model) == ()
+    assert layers_to_fold_into(split.pairs[1].student, 0, split.student) == ()
 
 
 UNFOLDABLE = {
@@ -199,7 +199,14 @@ UNFOLDABLE = {
     "norm": lambda: nn.BatchNorm2d(4),
     "shortcut": lambda: nn.Identity(),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
+    "weight norm by hook": lambda: old_weight_norm(nn.Conv2d(4, 4, 1)),
+    "frozen": lambda: nn.Conv2d(4, 4, 1).requires_grad_(False),
 }
+
+
+def old_weight_norm(layer):
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(layer)
 
 
 @pytest.mark.parametrize("name", UNFOLDABLE)
@@ -222,6 +229,62 @@ def test_an_adapter_that_cannot_be_folded_is_refused_or_kept_in_a_hybrid(name):
     expected = second(torch.einsum("cd,ndhw->nchw", between, first(x)[0]))[0]
     assert torch.allclose(hybrid(x), expected, atol=1e-6)
     assert not torch.allclose(hybrid(x), student(x), atol=1e-6)
+
+
+class ReadsTwice(nn.Module):
+    """A layer that reads the boundary is called again later, or its weight is read as the output layer."""
+
+    def __init__(self, width, again, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem, self.mix, self.again = nn.Linear(6, width), nn.Linear(width, width), again
+        self.mid, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.mid(torch.tanh(self.mix(self.stem(x))))
+        return self.head(torch.tanh(self.mix(x) if self.again == "called" else x @ self.mix.weight))
+
+
+@pytest.mark.parametrize("again", ["called", "read"])
+def test_a_map_is_not_folded_into_a_layer_that_is_used_elsewhere(again):
+    teacher, student = ReadsTwice(8, again, 0).double(), ReadsTwice(5, again, 1).double()
+    cuts = [("stem", "stem"), ("mid", "mid")]
+    split = autobd.split(teacher, student, BATCHES[0], cuts=cuts)
+    assert split.pairs[0].adapters[0].kind == "matched"
+    with pytest.raises(SplitError, match="could not be folded"):
+        autobd.split(teacher, student, BATCHES[0], cuts=cuts, adapters={0: "trainable"})
+
+
+def test_fitting_puts_back_what_the_teachers_forward_writes():
+    def net(width, most):
+        layers = nn.Sequential(nn.Linear(width, 9), nn.Tanh(), nn.Linear(9, width))
+        return nn.Sequential(nn.Embedding(20, width, max_norm=most), layers, nn.Linear(width, 3))
+
+    teacher, tokens = net(8, 0.5), torch.randint(0, 20, (4, 5))
+    before = copy.deepcopy(teacher.state_dict())
+    split = autobd.split(teacher, net(5, None), tokens, cuts=[("1", "1")], adapters="matched")
+    split.fit(tokens)
+    autobd.distill(teacher, net(5, None), [tokens], cuts=[("1", "1")], adapters="matched", progress=False)
+    assert all(torch.equal(v, before[k]) for k, v in teacher.state_dict().items())
+
+
+def test_lengths_of_sequences_are_not_taken_for_class_tokens():
+    def net(width, padding):
+        def layer(i, o):
+            return nn.Sequential(nn.Conv1d(i, o, 3, padding=padding), nn.ReLU(), nn.Conv1d(o, o, 3, padding=1))
+
+        return nn.Sequential(
+            layer(2, width), layer(width, width), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(width, 4)
+        )
+
+    with pytest.raises(SplitError, match="other sizes, 29 tokens and 27 tokens"):
+        autobd.split(net(16, 1), net(16, 0), torch.randn(4, 2, 29))
+
+
+def test_an_output_with_and_without_a_last_axis_is_refused():
+    flat = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+    with pytest.raises(SplitError, match="outputs differ"):
+        autobd.split(flat, nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4, 6))
 
 
 # ------------------------------------------------------------------ training
