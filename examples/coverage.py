@@ -39,8 +39,8 @@ def models_of(suite):
         for name in names:
             yield name, lambda name=name: load_model(f"torchvision:{name}"), lambda m: declared_example(m, 2)
     elif suite == "timm":
-        for name in MODELS["timm"]:
-            yield name, lambda name=name: load_model(f"timm:{name}"), lambda m: declared_example(m, 2)
+        for name, size in MODELS["timm"].items():  # a size where the model's own takes too much memory
+            yield name, lambda name=name: load_model(f"timm:{name}"), lambda m, size=size: declared_example(m, 2, size)
     else:
         for name, entry in MODELS["hf"].items():
             yield name, lambda entry=entry: transformer(entry), lambda m, entry=entry: tokens_or(entry["input"])
@@ -78,6 +78,11 @@ def of_model(make, example_for):
     notes = [f"kept whole: {whole}"] if whole else []
     notes += [] if captured.same_in_train else ["auxiliary heads in train mode are left out"]
     return ["yes", len(cuts), state.get("eval", "-"), state.get("train", "-"), f"{seconds:.1f}", "; ".join(notes)[:90]]
+
+
+def named(kind):
+    """Pairs by name."""
+    return {p.get("name", f"{p['teacher']} -> {p['student']}"): p for p in MODELS[kind]}
 
 
 def of_pair(pair):
@@ -145,8 +150,8 @@ def main():
     failed = 0
     for suite in options.suite or ["torchvision", "timm", "hf", "pairs"]:
         if suite == "pairs":
-            named = {f"{p['teacher']} -> {p['student']}": p for p in MODELS["pairs"]}
-            jobs = [(n, lambda p=p: of_pair(p)) for n, p in named.items()]
+            pairs = named("pairs")
+            jobs = [(n, lambda p=p: of_pair(p)) for n, p in pairs.items()]
             heads = ["pair", "aligned", "cuts", "largest block", "adapters", "difference", "s", "reason"]
         else:
             jobs = [
@@ -155,8 +160,8 @@ def main():
             heads = ["model", "captured", "cuts", "eval", "train", "s", "notes"]
         failed += table(suite, heads, jobs, options)
     if not options.suite or "pairs" in options.suite:
-        named = {f"{p['teacher']} -> {p['student']}": p for p in MODELS["refused"]}
-        jobs = [(n, lambda p=p: expected_error(p)) for n, p in named.items()]
+        pairs = named("refused")
+        jobs = [(n, lambda p=p: expected_error(p)) for n, p in pairs.items()]
         failed += table("pairs that are refused", ["pair", "refused", "message"], jobs, options)
     print(f"largest memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", file=sys.stderr)
     return 1 if failed else 0

@@ -82,8 +82,26 @@ class Counted(nn.Module):
         return self.conv(x).reshape(n, c, h * w).softmax(-1).view(n, c, h, w) * w
 
 
+class Positioned(nn.Module):
+    """Reads a table made from a trained weight and a position grid, and a mask that its own activation decides."""
+
+    def __init__(self, channels, norm, inplace, dropout):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.table = nn.Embedding(SIZE, channels)
+        self.norm = nn.BatchNorm2d(channels) if norm else nn.Identity()
+        self.inplace = inplace
+
+    def forward(self, x):
+        places = self.table(torch.arange(x.shape[-1], device=x.device)).T[:, None]
+        y = self.norm(self.conv(x)) + places
+        mask = y.mean(1, keepdim=True) > 0
+        return y.masked_fill_(mask, 0.5) if self.inplace else y.masked_fill(mask, 0.5)
+
+
 class Net(nn.Module):
-    """Stem, random parts, classifier; `x` is changed in place on entry if `inplace`."""
+    """Stem, random parts, classifier; `x` is changed in place on entry if `inplace`. From a second input, if given, the
+    root makes a mask that every other part's output is multiplied with."""
 
     def __init__(self, parts, inplace):
         super().__init__()
@@ -92,15 +110,18 @@ class Net(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.head = nn.Linear(CHANNELS, 4)
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
         x = x.sub_(0.1) if self.inplace else x - 0.1
+        keep = None if mask is None else (mask > 0.5).to(x.dtype).unsqueeze(1)
         x = self.stem(x)
-        for part in self.parts:
+        for i, part in enumerate(self.parts):
             x = part(x)
+            if keep is not None and i % 2 == 0:
+                x = x * keep
         return self.head(x.mean((2, 3)))
 
 
-KINDS = [Chain, Residual, Branches, Shared, Counted]
+KINDS = [Chain, Residual, Branches, Shared, Counted, Positioned]
 
 
 @st.composite
@@ -154,6 +175,10 @@ def pairs(draw):
 
 def images(rows=4):
     return torch.randn(rows, 3, SIZE, SIZE)
+
+
+def masks(rows=4):
+    return torch.rand(rows, SIZE, SIZE)
 
 
 def mlp(width, blocks=3, seed=0, dropout=0.0, features=6):

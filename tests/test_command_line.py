@@ -1,11 +1,14 @@
 """The command line and its model specs, run as a user runs them."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch import nn
 
+import autobd
 from autobd.cli import main
 from autobd.errors import InputError, SpecError
 from autobd.specs import load_model
@@ -38,6 +41,7 @@ def test_specs_of_every_form(models):
     assert load_model("torchvision:resnet18,num_classes=7").fc.out_features == 7
     conv = load_model("torch.nn:Conv2d,in_channels=2,out_channels=3,kernel_size=(3,5),padding_mode=zeros")
     assert conv.kernel_size == (3, 5)
+    assert load_model("hf:BertModel,num_hidden_layers=1,hidden_size=24").config.hidden_size == 24
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,7 @@ def test_specs_of_every_form(models):
         ("models.py:net", "There is no file"),
         ("torch.nn:Linear,3", "not key=value"),
         ("torch:zeros,size=(3,)", "does not make a model"),
+        ("hf:LlamaForCasualLM", "perhaps .*LlamaForCausalLM"),
     ],
 )
 def test_wrong_specs_name_the_nearest_matches(spec, message):
@@ -130,3 +135,38 @@ def test_demo_prints_tables_and_beats_an_untrained_student(capsys, monkeypatch):
         assert name in printed
     assert done.accuracy["student, finished end to end"] > done.accuracy["student, untrained"] + 0.3
     assert done.passes["same student from scratch"] == done.passes["student, finished end to end"] == 3
+
+
+def test_inspect_explains_itself_and_speaks_json(capsys):
+    pair = ["inspect", "torchvision:resnet18", "timm:resnet10t", "--batch-size", "2", "--input", "3x64x64"]
+    assert main([*pair, "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "places to cut" in text
+    assert "numbers of blocks" in text
+    assert main([*pair, "--json", "--blocks", "3", "--adapters", "matched"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert len(values["blocks"]) == 3
+    for block in values["blocks"]:
+        for side in ("teacher", "student"):
+            assert {"modules", "returns", "parameter_count", "flops", "activation_bytes"} <= set(block[side])
+    whole = load_model("torchvision:resnet18")
+    assert sum(b["teacher"]["parameter_count"] for b in values["blocks"]) == sum(p.numel() for p in whole.parameters())
+
+
+def test_inspecting_a_model_of_seven_billion_weights_takes_no_memory_for_them():
+    script = (
+        "import resource; from autobd.cli import main\n"
+        "assert main(['inspect', 'hf:LlamaForCausalLM', 'hf:LlamaForCausalLM,num_hidden_layers=8', '--json']) == 0\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "assert peak < 2 * 2**30, peak\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert 6.7e9 < sum(b["teacher"]["parameter_count"] for b in json.loads(done.stdout)["blocks"]) < 6.8e9
+
+
+def test_models_without_weights_are_not_trained():
+    with torch.device("meta"):
+        teacher, student = nn.Linear(3, 3), nn.Linear(3, 3)
+    with pytest.raises(InputError, match=r"meta device(.|\n)*outside of torch.device"):
+        autobd.distill(teacher, student, [torch.randn(2, 3)], progress=False)

@@ -10,7 +10,7 @@ trainable  the student's tensor is mapped to the teacher's width for the loss, a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -67,9 +67,14 @@ class Adapter:
 
     def _mapped(self, tensor: Tensor) -> Tensor:
         if self.columns is not None:
-            return tensor.index_select(-1, self.columns.to(tensor.device))
+            return tensor.index_select(-1, self.columns)
         assert self.matrix is not None, "the adapter has not been fitted"
-        return tensor @ self.matrix.to(tensor).T
+        return tensor @ self.matrix.T
+
+    def on(self, like: Tensor) -> Adapter:
+        """With the channel map on the device, and in the dtype, of `like`."""
+        columns = None if self.columns is None else self.columns.to(like.device)
+        return replace(self, columns=columns, matrix=None if self.matrix is None else self.matrix.to(like))
 
     def map_channels(self, tensor: Tensor, weight: Tensor) -> Tensor:
         """A tensor in the student's layout, its channels mapped by `weight` [channels after, channels before]."""

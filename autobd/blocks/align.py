@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .adapters import Adapter, pair_tensors, positions
 from .cuts import Cut
@@ -179,14 +179,21 @@ def _penalty(pair: CutPair) -> float:
 
 
 def _crossed(pairs: list[CutPair]) -> tuple[list[int], list[int]]:
-    """Index pairs (row, column) of cut pairs between which a student's tensor passes through but its teacher's partner
-    is another one: the student could not learn the second."""
+    """Index pairs (row, column) of cut pairs that cannot follow each other: a block between would have nothing to
+    learn, or a student's tensor passes through but its teacher's partner is another one."""
     partners = [{a.student.node: a.teacher.node for a in p.adapters} for p in pairs]
-    several = [i for i, p in enumerate(partners) if len(p) > 1]
-    crossed = [
-        (i, j)
-        for i in several
-        for j in several
-        if any(partners[j].get(node, partner) is not partner for node, partner in partners[i].items())
-    ]
+    learned = [[frozenset(t.node for t in c.distilled) for c in (p.student, p.teacher)] for p in pairs]
+    by_node: dict[fx.Node, list[int]] = defaultdict(list)
+    for i, sides in enumerate(learned):
+        for node in sides[0] | sides[1]:
+            by_node[node].append(i)
+    crossed = []
+    for j, (partner, sides) in enumerate(zip(partners, learned, strict=True)):
+        for i in {i for side in sides for node in side for i in by_node[node]}:
+            earlier, later = ((p.teacher.position, p.student.position) for p in (pairs[i], pairs[j]))
+            if not (earlier[0] < later[0] and earlier[1] < later[1]):
+                continue
+            idle = any(mine <= before for mine, before in zip(sides, learned[i], strict=True))
+            if idle or any(partner.get(node, other) is not other for node, other in partners[i].items()):
+                crossed.append((i, j))
     return [i for i, _ in crossed], [j for _, j in crossed]

@@ -80,6 +80,13 @@ def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) ->
                 given=f"cuts={list(cuts)}",
                 expected="cuts in the order of the forward pass",
             )
+        if pairs and not {t.node for t in student.distilled} - {t.node for t in pairs[-1].student.distilled}:
+            raise SplitError(
+                f"Block {len(pairs)}: the student's layers before cut {tuple(entry)} make nothing that crosses it.",
+                given=f"cuts={list(cuts)}",
+                expected="a tensor that the block can learn",
+                do="leave this cut out",
+            )
         pairs.append(CutPair(replace(teacher, tensors=tuple(a.teacher for a in adapters)), student, adapters))
     return Alignment(tuple(pairs), ())
 
@@ -90,8 +97,7 @@ def _apart(teacher: list[Cut], student: list[Cut]) -> str:
     sizes = [{positions(t) for t in own} for own in tensors]
     if not all(sizes) or not sizes[0].isdisjoint(sizes[1]):
         return ""
-    grids = [{t.grid for t in own} for own in tensors]
-    largest = [max(own, key=lambda g: (len(g), g)) for own in grids]
+    largest = [max((t.grid for t in own), key=lambda g: (len(g) == 2, g)) for own in tensors]
     return " and ".join("x".join(map(str, g)) + (" tokens" if len(g) == 1 else "") for g in largest)
 
 

@@ -90,35 +90,20 @@ def candidates(flow: Dataflow) -> list[Cut]:
     the block that makes it. Where a fifth of the model has no such position, borders that up to six tensors cross are
     taken as well.
     """
-    last: dict[frozenset[fx.Node], Cut] = {}
-    for cut in every_cut(flow):
-        if len(cut.distilled) == 1:
-            last[frozenset(t.node for t in cut.tensors)] = cut
-    single = sorted(last.values(), key=lambda cut: cut.position)
+    last: dict[frozenset[fx.Node], int] = {}
+    for position in range(len(flow.order)):
+        if obstacle(flow, position) is None:
+            last[frozenset(flow.crossing[position])] = position
+    cuts = [cut_at(flow, position) for position in sorted(last.values())]
+    single = [cut for cut in cuts if len(cut.distilled) == 1]
     edges = [(-1, 0.0), *((cut.position, cut.depth) for cut in single), (len(flow.order), 1.0)]
     gaps = [(start, end) for (start, before), (end, after) in pairwise(edges) if after - before > _GAP]
     several = [
-        cut
-        for cut in (every_cut(flow) if gaps else ())
-        if len(cut.distilled) > 1 and cut.border and any(start < cut.position < end for start, end in gaps)
+        cut_at(flow, position)
+        for position in (flow.borders if gaps else ())
+        if any(start < position < end for start, end in gaps) and obstacle(flow, position) is None
     ]
-    return sorted([*single, *several], key=lambda cut: cut.position)
-
-
-def every_cut(flow: Dataflow) -> Iterator[Cut]:
-    """A cut at each position that allows one."""
-    for position in range(len(flow.order)):
-        tensors = crossing(flow, position)
-        if tensors is not None:
-            yield _cut(flow, tensors, position)
-
-
-def crossing(flow: Dataflow, position: int) -> tuple[Boundary, ...] | None:
-    """What crosses a position of `Dataflow.order`; None if no cut can be there (see `obstacle`)."""
-    if obstacle(flow, position) is not None:
-        return None
-    tensors = [boundary(flow, node) for node in flow.crossing[position]]
-    return tuple(sorted(tensors, key=lambda t: (not t.distilled, flow.position[t.node])))
+    return sorted([*single, *(cut for cut in several if len(cut.distilled) > 1)], key=lambda cut: cut.position)
 
 
 def obstacle(flow: Dataflow, position: int) -> str | None:
@@ -156,7 +141,10 @@ def has_rows(node: fx.Node) -> bool:
     return bool(dims) and dims[0][0] >= 1 and dims[0][1] == 0 and not any(a for a, _ in dims[1:])
 
 
-def _cut(flow: Dataflow, tensors: tuple[Boundary, ...], position: int) -> Cut:
+def cut_at(flow: Dataflow, position: int) -> Cut:
+    """The cut at a position of `Dataflow.order` that has no `obstacle`."""
+    crossing = sorted(flow.crossing[position], key=lambda n: flow.position[n])
+    tensors = sorted((boundary(flow, n) for n in crossing), key=lambda t: not t.distilled)
     made_last = max((t.node for t in tensors if t.distilled), key=lambda n: flow.position[n])
     exits: list[str] = list(made_last.meta.get("exits", []))
     by_root = made_last.op != "call_module" and not made_last.meta["path"]
@@ -168,14 +156,13 @@ def _cut(flow: Dataflow, tensors: tuple[Boundary, ...], position: int) -> Cut:
     if sum(t.distilled for t in tensors) > 1:
         ended = flow.borders.get(position, [])
         exits, border = [*exits, *(path for path in ended if path not in exits)], bool(ended)
-    storages = {flow.storage(t.node) for t in tensors}
     return Cut(
         exits[-1] if exits else made_last.name,
         tuple(dict.fromkeys([*exits, made_last.name])),
-        tensors,
+        tuple(tensors),
         position,
         border,
-        any(not storages.isdisjoint(n.meta["mutates"]) for n in flow.order[position + 1 :]),
+        any(flow.last_change.get(flow.storage(t.node), -1) > position for t in tensors),
         any(at[0] <= position < at[-1] for at in flow.tied_weights.values()),
         flow.flops_until[position] / (flow.flops_until[-1] or 1),
         flow.weights_until[position],
@@ -191,7 +178,7 @@ def named(name: str, flow: Dataflow, whose: str) -> Cut:
 
     Errors: SplitError that lists the nearest valid names.
     """
-    cuts = list(every_cut(flow))
+    cuts = [cut_at(flow, i) for i in range(len(flow.order)) if obstacle(flow, i) is None]
     matches = [c for c in cuts if name in c.aliases]
     if matches:
         return matches[0]

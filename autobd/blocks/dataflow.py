@@ -56,7 +56,8 @@ class Dataflow:
 
     def _classify(self) -> None:
         state = {self.storage(n) for n in self.nodes if n.op == "get_attr"} - {None}
-        beside = {n for n in self.nodes if n.op == "get_attr" and self._is_changed_by_a_leaf(n)}
+        changing = [f"{n.target}." for n in self.nodes if n.op == "call_module" and n.meta["stateful"]]
+        beside = {n for n in self.nodes if n.op == "get_attr" and str(n.target).startswith(tuple(changing))}
         inputs: set[fx.Node] = set()
         weighted: set[fx.Node] = set()
         pinned: set[fx.Node] = set()
@@ -112,10 +113,6 @@ class Dataflow:
                 todo += self.needs[node]
         return found
 
-    def _is_changed_by_a_leaf(self, node: fx.Node) -> bool:
-        leaves = (str(n.target) for n in self.nodes if n.op == "call_module" and n.meta["stateful"])
-        return any(str(node.target).startswith(leaf + ".") for leaf in leaves)
-
     def own_parameters(self, node: fx.Node) -> list[nn.Parameter]:
         """The parameters that a node itself reads."""
         if node.op == "call_module":
@@ -141,6 +138,11 @@ class Dataflow:
                 found.add(current)
                 todo += [n for n in self.needs[current] if n in self.floating]
         return found
+
+    @cached_property
+    def last_change(self) -> dict[int | None, int]:
+        """Where in `order` each storage is last changed in place."""
+        return {storage: i for i, node in enumerate(self.order) for storage in node.meta["mutates"]}
 
     @cached_property
     def crossing(self) -> list[set[fx.Node]]:
@@ -221,7 +223,7 @@ class Dataflow:
         touched: dict[str, list[int]] = defaultdict(list)
         for i, node in enumerate(self.order):
             for used in {node} | self.floats(node):
-                if used.op == "get_attr" and (used.target in in_leaves or self._changes(self.storage(used))):
+                if used.op == "get_attr" and (used.target in in_leaves or self.storage(used) in self._changed_state):
                     touched[str(used.target)].append(i)
                 if used.op == "call_module" and (used.meta["stateful"] or (self.trained and calls[used.target] > 1)):
                     for buffer in self.modules[str(used.target)].buffers():
@@ -233,8 +235,9 @@ class Dataflow:
         """Positions in `order` with changing state on both sides."""
         return {i for places in self.tied_state.values() for i in places}
 
-    def _changes(self, storage: int | None) -> bool:
-        return storage in self.state and any(storage in n.meta["mutates"] for n in self.nodes)
+    @cached_property
+    def _changed_state(self) -> set[int | None]:
+        return self.state & {storage for n in self.nodes for storage in n.meta["mutates"]}
 
     @cached_property
     def flops_until(self) -> list[int]:

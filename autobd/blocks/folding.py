@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from ..errors import InputError, SplitError
 from .adapters import Adapter
 from .carve import Block
+from .layout import Lowest
 
 _POOLS = ("AvgPool1d", "AvgPool2d", "AvgPool3d")
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -87,7 +88,7 @@ def with_kinds(
     """The adapters behind each block, of the wanted kinds where channels differ.
 
     Arguments:
-        wanted: "auto" (matched), "matched", "trainable", or one of these for some blocks, `{block: kind}`.
+        wanted: "auto" (by rule), "matched", "trainable", or one of these for some blocks, `{block: kind}`.
         hybrid: allow trainable ones that cannot be folded; the student then is of use in `Distilled.hybrid` only.
 
     Errors: InputError for an unknown kind or block; SplitError for a map that could not be folded.
@@ -102,11 +103,11 @@ def with_kinds(
         )
     chosen = []
     for number, behind in enumerate(adapters):
-        trainable = kinds.get(number, "auto") == "trainable" and number + 1 < len(blocks)
+        kind = kinds.get(number, "auto") if number + 1 < len(blocks) else "matched"
         chosen.append(
             tuple(
-                _trainable(a, i, number, blocks[number + 1], student, hybrid)
-                if trainable and a.kind == "matched"
+                _of_kind(a, i, kind, number, blocks[number + 1], student, hybrid)
+                if a.kind == "matched" and kind != "matched"
                 else a
                 for i, a in enumerate(behind)
             )
@@ -114,8 +115,12 @@ def with_kinds(
     return chosen
 
 
-def _trainable(adapter: Adapter, tensor: int, number: int, after: Block, student: nn.Module, hybrid: bool) -> Adapter:
+def _of_kind(
+    adapter: Adapter, tensor: int, kind: str, number: int, after: Block, student: nn.Module, hybrid: bool
+) -> Adapter:
     folds = layers_to_fold_into(after, tensor, student)
+    if kind == "auto":
+        return replace(adapter, kind="trainable", folds=folds) if folds and _gains(adapter) else adapter
     if not folds and not hybrid:
         readers = ", ".join(str(n.target) for n in list(after.graph.nodes)[tensor].users) or "nothing"
         raise SplitError(
@@ -125,6 +130,13 @@ def _trainable(adapter: Adapter, tensor: int, number: int, after: Block, student
             do='use adapters="matched" there, cut elsewhere, or pass hybrid=True to keep the adapter in result.hybrid',
         )
     return replace(adapter, kind="trainable", folds=folds)
+
+
+def _gains(adapter: Adapter) -> bool:
+    """Whether a trainable map does better than a fixed one, by the measurements of `examples/adapters.py`: everywhere
+    but in images behind an activation function that a student with less than half the channels has to give."""
+    narrow = adapter.student.width * 2 < adapter.teacher.width
+    return not (narrow and len(adapter.student.grid) > 1 and adapter.student.lowest is not Lowest.UNBOUNDED)
 
 
 def _passed_on(block: Block) -> set[int]:

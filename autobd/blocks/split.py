@@ -124,8 +124,9 @@ def split(
         example: inputs for both models (see `capture`), at any batch size.
         blocks: how many block pairs; default: as many as stay balanced, at most 16.
         cuts: pairs of module paths (or node names) after which to cut, instead of choosing.
-        adapters: where channels differ: "matched" (a fixed map of the teacher's channels, the default), "trainable"
-            (a trained map that is folded into the student), or `{block: kind}`.
+        adapters: where channels differ: "matched" (a fixed map of the teacher's channels), "trainable" (a trained map
+            that is folded into the student), "auto" (trainable where it folds, matched elsewhere and behind the ReLU of
+            a student with less than half the channels), or `{block: kind}`.
         resample: allow cuts where image sizes differ; the teacher's tensors are interpolated.
         hybrid: allow trainable adapters that cannot be folded.
         ties: what becomes of a weight that several blocks use: "first" (trained in the first one), "together" (trained

@@ -92,14 +92,15 @@ class Arguments:
         """The same on `device`, as ordinary tensors also where they were made in inference mode."""
         return self.map(lambda t: t.clone().to(device) if t.is_inference() else t.to(device))
 
-    def resized(self, rows: int) -> Arguments:
-        """Empty tensors of the same kind with `rows` rows; tensors without the batch dimension keep their shape."""
+    def resized(self, rows: int, instead_of_meta: torch.device) -> Arguments:
+        """Empty tensors of the same kind with `rows` rows; tensors without the batch dimension keep their shape, those
+        on the meta device are made elsewhere."""
         batch = self.rows
 
         def empty(tensor: Tensor) -> Tensor:
             scales = tensor.ndim > 0 and tensor.shape[0] == batch
             size = (rows, *tensor.shape[1:]) if scales else tuple(tensor.shape)
-            return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+            return torch.empty(size, dtype=tensor.dtype, device=instead_of_meta if tensor.is_meta else tensor.device)
 
         return self.map(empty)
 

@@ -15,9 +15,11 @@ from torch.nn.parameter import UninitializedParameter
 from ..errors import CaptureError, InputError
 from ..tables import quantity, shape, table
 from .arguments import Arguments
+from .blame import alike
 from .gradients import with_gradient_regions
 from .merge import PLAIN, Differs, Merger
-from .recorder import Recorder, Recording
+from .passes import Calls, KeptWhole
+from .recorder import Recording
 from .state import untouched, unwrapped
 
 _ATTEMPTS = 50
@@ -121,26 +123,35 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
     sizes = _sizes(rows)
     names = arguments.names(model)
     leaves: dict[str, str] = {}
+    calls = Calls(model, arguments, names, sizes, leaves)
     with torch.inference_mode(False), torch.set_grad_enabled(train), untouched(model):
         for _ in range(_ATTEMPTS):
             known = set(leaves)
-            evaluation = _record_in(model, False, arguments, names, sizes, leaves)
-            training = _record_in(model, True, arguments, names, sizes, leaves) if train else None
-            if set(leaves) - known - set(evaluation[0].opaque):
+            try:
+                training = calls.record(True) if train else None  # first: what train mode keeps whole is more
+                evaluation = calls.record(False)
+            except KeptWhole as found:
+                leaves.update(found.reasons)
+                continue
+            if set(leaves) - known - set((training or evaluation)[0].opaque):
                 continue  # a later recording kept a module whole that the first one had opened
             merger = Merger(evaluation, training, sizes)
             try:
                 outputs = merger.merge()
                 break
             except Differs as difference:
-                if difference.path in ("", *leaves):
+                path = difference.path
+                while path in leaves:  # it is whole, and what is around it differs
+                    path = path.rpartition(".")[0]
+                if not path:
                     raise CaptureError(
                         f"{type(model).__name__}.forward {difference} in its own code; one graph cannot serve both.",
                         given=difference.line,
                         expected="the same operations for every batch size and mode",
                         do="move these lines into a submodule of their own: it is then kept whole",
                     ) from None
-                leaves.update(dict.fromkeys(_alike(model, difference.path), str(difference)))
+                nodes = [list(r.graph.nodes) for r in merger.recordings]
+                leaves.update(dict.fromkeys(alike(model, path, nodes), str(difference)))
         else:
             raise CaptureError(
                 f"{type(model).__name__} did not settle after {_ATTEMPTS} recordings.",
@@ -153,43 +164,6 @@ def _sizes(rows: int) -> tuple[int, int]:
     """Two batch sizes of unlike parity, the example's first if it can be used (batch statistics need two rows)."""
     first = max(rows, 2)
     return first, 2 * first + 1 + first % 2
-
-
-def _record_in(
-    model: nn.Module,
-    training: bool,
-    arguments: Arguments,
-    names: list[str],
-    sizes: tuple[int, int],
-    leaves: dict[str, str],
-) -> list[Recording]:
-    model.train(training)
-    recordings = []
-    for size in sizes:
-        recordings.append(Recorder(model, leaves).record(arguments.resized(size), names))
-        leaves.update(recordings[-1].opaque)
-        if (keeps := recordings[-1].keeps) is not None:
-            owner = keeps[0].rpartition(".")[0]  # the module was reached by other means than a call
-            reason = (
-                f"sets {'.'.join(('self', *keeps)) if keeps[0] else 'self.' + keeps[1]} and reads it in the next call"
-            )
-            if not owner:
-                raise CaptureError(
-                    f"{type(model).__name__}.forward {reason}; a recording would freeze it.",
-                    given=".".join(filter(None, keeps)),
-                    expected="a forward that does the same in every call",
-                    do="move these lines into a submodule of their own: it is then kept whole",
-                )
-            leaves[owner] = reason
-    return recordings
-
-
-def _alike(model: nn.Module, path: str) -> list[str]:
-    """The paths of the modules that will differ like the one at `path`: of its class if it has no children (every drop
-    path of a model), which saves as many recordings."""
-    module = model.get_submodule(path)
-    same = [p for p, m in model.named_modules() if type(m) is type(module) and not m._modules]
-    return [path] if module._modules else same
 
 
 def _finished(

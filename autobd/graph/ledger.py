@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
+from .fake_mode import RecordingMode
+from .liveness import sources
 from .nested import has_tensor, tensors_in
 from .origin import Opaque, calling_line
-from .state import module_tensors
+from .state import storage_of
+from .subject import Subject
 
 _CONSTANT_TYPES = (
     bool,
@@ -33,29 +37,32 @@ _CONSTANT_TYPES = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a node's tensor: its shape at the recorded batch size, dtype, and an id of its storage."""
+    """What is known of a node's tensor: its shape at the recorded batch size, dtype, an id of its storage, and `view`:
+    strides and offset of one that has gradients (None for others, and for those that are seen negated or conjugate)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     storage: int
+    view: tuple[Any, Any] | None
 
 
 class Ledger:
     """The tensors of one recording and the nodes that stand for them.
 
     Arguments:
-        model: whose parameters, buffers and plain tensor attributes are known by path.
+        subject: the model, whose parameters, buffers and plain tensor attributes are known by path.
+        fake_mode: of the fake tensors that are made.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, subject: Subject, fake_mode: RecordingMode) -> None:
         self.graph = fx.Graph()
         self.objects: dict[str, Any] = {}
         self.omitted: list[str] = []  # types of returned objects that a graph cannot make
         self.owner = ""  # path of the module whose code is running
         self.inside_leaf = 0
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.real = module_tensors(model)
-        self.origin = {key: path for key, (path, _) in self.real.items()}  # id of a real or fake tensor -> path
+        self.fake_mode = fake_mode
+        self.subject = subject
+        self.origin = {key: path for key, (path, _) in subject.tensors.items()}  # id of a real or fake tensor -> path
         self.fakes: dict[int, Tensor] = {}
         self.nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self.journal: list[tuple[int, tuple[Tensor, fx.Node] | None]] = []
@@ -64,11 +71,16 @@ class Ledger:
         """The fake tensor that stands for `tensor`: parameters, buffers and plain attributes have one each."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        if id(tensor) in self.real:
-            if id(tensor) not in self.fakes:
-                fake = self.fakes[id(tensor)] = self.fake_mode.from_tensor(tensor)
-                self.origin[id(fake)] = self.origin[id(tensor)]
-            return self.fakes[id(tensor)]
+        known = self.fakes.get(id(tensor))
+        if known is not None:
+            return known
+        if id(tensor) in self.subject.tensors:
+            with torch._C.DisableTorchFunction():  # what is asked of a tensor to make a fake is not recorded
+                alone = self.subject.memories[storage_of(tensor)] == 1
+                fake = self.fake_mode.stand_in(tensor, alone, self.subject.instead_of_meta)
+            self.fakes[id(tensor)] = fake
+            self.origin[id(fake)] = self.origin[id(tensor)]
+            return fake
         if self.inside_leaf:
             return self.fake_mode.from_tensor(tensor)
         raise Opaque("uses a tensor that no torch function made here (from_numpy, torch.Tensor(...), a global)")
@@ -118,8 +130,8 @@ class Ledger:
             return value
         if outputs and (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
             fields = dict(value) if isinstance(value, Mapping) else dict(vars(value))
-            kwargs = {k: self.argument(v, outputs) for k, v in fields.items() if v is not None}
-            return self.graph.call_function(type(value), (), kwargs)
+            made = {k: self.argument(v, outputs) for k, v in fields.items()}
+            return self.graph.call_function(type(value), (), {k: v for k, v in made.items() if v is not None})
         if hasattr(value, "item") and type(value).__module__ == "numpy" and not getattr(value, "shape", True):
             return value.item()
         if outputs and has_tensor(value):
@@ -140,7 +152,9 @@ class Ledger:
         """From now on `tensor` is what `node` gives."""
         self.journal.append((id(tensor), self.nodes.get(id(tensor))))
         self.nodes[id(tensor)] = (tensor, node)
-        node.meta["tensor"] = TensorInfo(tuple(tensor.shape), tensor.dtype, storage_of(tensor))
+        plain = tensor.requires_grad and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        view = (tensor.stride(), tensor.storage_offset()) if plain else None
+        node.meta["tensor"] = TensorInfo(tuple(tensor.shape), tensor.dtype, storage_of(tensor), view)
 
     def bind_output(self, output: Any, node: fx.Node, from_leaf: bool = False) -> Any:
         """Map each tensor of `output` to `node` or to an access below it; returns what the caller is to see."""
@@ -189,6 +203,18 @@ class Ledger:
         """A point to `roll_back` to."""
         return len(self.journal), len(self.graph.nodes)
 
+    def is_random_since(self, mark: tuple[int, int]) -> bool:
+        """Whether an operation recorded since `mark` draws random numbers."""
+        new = islice(reversed(self.graph.nodes), len(self.graph.nodes) - mark[1])
+        return any(node.meta.get("random") for node in new)
+
+    def is_rolled(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of random numbers and of nothing that the model is given or holds."""
+        known = self.nodes.get(id(tensor))
+        made_by = sources(known[1]) if known is not None else []
+        made_here = all(n.op in ("call_function", "call_method") for n in made_by)
+        return made_here and any(n.meta["random"] for n in made_by)
+
     def roll_back(self, entries: int, nodes: int) -> None:
         """Forget everything since `mark()`."""
         while len(self.journal) > entries:
@@ -197,17 +223,12 @@ class Ledger:
                 self.nodes.pop(key, None)
             else:
                 self.nodes[key] = before
-        for node in list(self.graph.nodes)[nodes:][::-1]:
+        for node in list(islice(reversed(self.graph.nodes), len(self.graph.nodes) - nodes)):
             self.graph.erase_node(node)
 
 
 def _getitem(value: Any, key: Any) -> Any:
     return value[key]
-
-
-def storage_of(tensor: Tensor) -> int:
-    """An id of the memory behind a tensor; views share it."""
-    return tensor.untyped_storage()._cdata
 
 
 def from_custom_function(tensor: Tensor) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any
 
 from torch import fx
 
+from .blame import blamed, first_difference, kind_of, owner_of
 from .ledger import TensorInfo
+from .noops import take_out_noops
 from .origin import shown
 from .recorder import Recording
 
@@ -33,7 +34,7 @@ class Differs(Exception):
 
     def __init__(self, node: fx.Node, what: str, path: str | None = None) -> None:
         super().__init__(f"differs between {what}")
-        self.path = _owner(node) if path is None else path
+        self.path = owner_of(node) if path is None else path
         self.line: str | None = shown(node.meta["line"]) if "line" in node.meta else None
 
 
@@ -52,6 +53,8 @@ class Merger:
 
     def __init__(self, evaluation: list[Recording], training: list[Recording] | None, rows: tuple[int, int]) -> None:
         self.recordings = [*evaluation, *(training or [])]
+        if training is not None:
+            take_out_noops(evaluation, training)
         self.graph = evaluation[0].graph
         self.rows = rows
         self.index: dict[fx.Node, int] = {}
@@ -90,15 +93,13 @@ class Merger:
         differences = ("batch sizes", "train and eval mode", "train and eval mode")
         for recording, what in zip(self.recordings[1:], differences, strict=False):
             nodes = list(recording.graph.nodes)
-            kinds = [[_kind(n) for n in side] for side in (reference, nodes)]
-            if kinds[0] == kinds[1]:
+            first = first_difference(reference, nodes)
+            if first is None:
                 self.aligned.append(nodes)
                 continue
-            first = next((i for i, (a, b) in enumerate(zip(*kinds, strict=False)) if a != b), min(map(len, kinds)))
-            around = [reference[first - 1], *(side[first] for side in (reference, nodes) if first < len(side))]
-            path = _blamed([_owner(n) for n in around])
+            path = blamed(reference, nodes, first)
             if path or what == "batch sizes":
-                raise Differs(around[-1], what, path)
+                raise Differs((nodes[first:] or reference[first:])[0], what, path)
             self._align_by_subsequence(nodes, what)
 
     def _align_by_subsequence(self, nodes: list[fx.Node], what: str) -> None:
@@ -108,16 +109,15 @@ class Merger:
         rest = iter(nodes)
         for wanted in self.aligned[0]:
             for node in rest:
-                if _kind(node) == _kind(wanted):
+                if kind_of(node) == kind_of(wanted):
                     chosen.append(node)
                     break
                 extra.append(node)
             else:
                 raise Differs(wanted, what, "")
         extra += rest
-        kept = {
-            n.meta["tensor"].storage for n in nodes if "tensor" in n.meta and (n in set(chosen) or n.op == "get_attr")
-        }
+        used = set(chosen)
+        kept = {n.meta["tensor"].storage for n in nodes if "tensor" in n.meta and (n in used or n.op == "get_attr")}
         for node in extra:  # storages compare within one recording only
             if not kept.isdisjoint(node.meta["mutates"]):  # no head beside the graph: it changes what the graph reads
                 raise Differs(node, what, "")
@@ -259,27 +259,5 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, fx.Node) else (type(value).__name__, repr(value))
 
 
-def _kind(node: fx.Node) -> tuple[Any, ...]:
-    return node.op, node.target, node.meta.get("path", "")
-
-
 def _equal(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and (bool(a == b) or (a != a and b != b)))
-
-
-def _blamed(owners: list[str]) -> str:
-    """The module to keep whole where recordings part, of the owners of the nodes there: the innermost that holds two
-    of them, since one recording then left it earlier than the other."""
-    return max((_shared(a, b) for i, a in enumerate(owners) for b in owners[i + 1 :]), key=len, default="")
-
-
-def _shared(a: str, b: str) -> str:
-    """The path of the innermost module that holds both."""
-    pairs = zip(a.split("."), b.split("."), strict=False)
-    return ".".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _owner(node: fx.Node) -> str:
-    """The path of the module whose own code made the node."""
-    path = str(node.meta.get("path", ""))
-    return path.rpartition(".")[0] if node.op == "call_module" else path

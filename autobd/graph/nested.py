@@ -8,28 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size, slice})
+
 
 def map_tensors(function: Any, value: Any) -> Any:
     """`value` with `function` applied to the tensors in tuples, lists, dicts and dataclass-like objects."""
     if isinstance(value, Tensor):
         return function(value)
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, v) for v in value])
     if isinstance(value, tuple):
-        items = [map_tensors(function, v) for v in value]
-        return (
-            type(value)(*items)
-            if hasattr(value, "_fields")
-            else tuple(items)
-            if type(value) is not torch.Size
-            else value
-        )
-    if type(value) is list:
-        return [map_tensors(function, v) for v in value]
+        if hasattr(value, "_fields"):
+            return kind(*[map_tensors(function, v) for v in value])
+        return value if kind is torch.Size else tuple(map_tensors(function, v) for v in value)
+    if kind is dict:
+        return {k: map_tensors(function, v) for k, v in value.items()}
     if isinstance(value, dict):
-        if type(value) is dict:
-            return {k: map_tensors(function, v) for k, v in value.items()}
         for key in list(value):
             value[key] = map_tensors(function, value[key])
-        return value
     return value
 
 
@@ -37,6 +36,8 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists, mappings and attributes."""
     if isinstance(value, Tensor):
         yield value
+    elif type(value) in PLAIN:
+        return
     elif isinstance(value, (tuple, list, set)):
         for item in value:
             yield from tensors_in(item, depth)

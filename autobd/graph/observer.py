@@ -1,4 +1,4 @@
-"""Watches the operators below torch functions: their FLOPs, and whether they draw random numbers."""
+"""What ran below torch functions: the FLOPs of the operators, and whether they drew random numbers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+_RANDOM = torch.Tag.nondeterministic_seeded
 
-class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`flops` and `random` of all that ran since `start()`; FLOPs by torch's own formulas (2 per multiply-add)."""
+
+class Observed:
+    """`flops` (by torch's own formulas, 2 per multiply-add) and `random` of all that was added since `start()`."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.start()
 
     def start(self) -> None:
         self.flops, self.random = 0, False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # operators of a scripted function are not recorded one by one
-            output = func(*args, **(kwargs or {}))
+    def add(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.flops += int(formula(*args, **(kwargs or {}), out_val=output))
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+            self.flops += int(formula(*args, **kwargs, out_val=output))
+        self.random = self.random or _RANDOM in func.tags
+
+
+class RealOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds the operators that run on real tensors to `seen`."""
+
+    def __init__(self, seen: Observed) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            output = func(*args, **(kwargs or {}))
+        self.seen.add(func, args, kwargs or {}, output)
         return output

@@ -21,6 +21,10 @@ class Opaque(Exception):
     """Something that a graph would freeze; ends the recording of the smallest submodule around it."""
 
 
+class Rolled(Opaque):
+    """A random number that Python code uses: to skip a layer, to mask a part of the input."""
+
+
 def user_line(error: BaseException) -> str:
     """The last line of the user's code (outside torch and this package) that led to `error`: "net.py:12 in forward"."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -48,14 +52,7 @@ def explain(error: Exception, model: nn.Module | None, path: str | None, argumen
         return error
     where = f"{type(model).__name__}.forward" if not path else f"module '{path}'"
     given = user_line(error) or None
-    if isinstance(error, Opaque):
-        reason: str | None = str(error)
-    elif isinstance(error, DataDependentOutputException) or ".numpy() is not supported" in str(error):
-        reason = "uses the value of a tensor in Python (if, int(), .item(), .numpy(), torch.equal)"
-    elif isinstance(error, DynamicOutputShapeException):
-        reason = "makes a tensor whose shape depends on values (nonzero, unique, a boolean index)"
-    else:
-        reason = None
+    reason = _frozen(error)
     if reason is None:
         shown = arguments.describe() if arguments is not None else ""
         return CaptureError(
@@ -64,9 +61,50 @@ def explain(error: Exception, model: nn.Module | None, path: str | None, argumen
             expected="inputs that the model accepts",
             do="pass example=..., or inputs=(for_teacher, for_student) to turn a batch into arguments",
         )
+    elsewhere = "move these lines into a submodule of their own: it is then kept whole"
+    off = "switch it off for distillation (set its probability in the model's configuration to 0), or "
     return CaptureError(
         f"{where} {reason}; a recording would freeze it.",
         given=given,
         expected="code that does the same for every batch, or a submodule around it",
-        do="move these lines into a submodule of their own: it is then kept whole",
+        do=off + elsewhere if isinstance(error, Rolled) else elsewhere,
     )
+
+
+def on_meta(path: str, error: Exception) -> CaptureError:
+    """For a module whose recording ended in `error`, and whose weights are on the meta device."""
+    return CaptureError(
+        f"module '{path}' {_frozen(error) or f'fails on fake tensors: {error}'}: it could only be run with values, and "
+        "its weights are on the meta device.",
+        given=user_line(error) or None,
+        expected="a module that runs without values, or weights that have values",
+        do="build the model on the CPU",
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Why the module that `error` was met in stays whole, and where."""
+    known = (
+        str(error) if isinstance(error, CaptureError) else _frozen(error) or f"fails: {type(error).__name__}: {error}"
+    )
+    hint = "; without this randomness it would be opened" if isinstance(error, Rolled) else ""
+    line = user_line(error)
+    return f"{known}{hint} ({line})" if line else known + hint
+
+
+def _frozen(error: Exception) -> str | None:
+    """What a recording would freeze, where `error` says that; None for any other error."""
+    if isinstance(error, Opaque):
+        return str(error)
+    if isinstance(error, DataDependentOutputException) or ".numpy() is not supported" in str(error):
+        return "uses the value of a tensor in Python (if, int(), .item(), .numpy(), torch.equal)"
+    if isinstance(error, DynamicOutputShapeException):
+        return "makes a tensor whose shape depends on values (nonzero, unique, a boolean index)"
+    return None
+
+
+def by_dice(error: Exception) -> Exception:
+    """`error`, met after Python code has drawn random numbers: if something would be frozen, it is what was drawn."""
+    if _frozen(error) is None or isinstance(error, Rolled):
+        return error
+    return Rolled("draws random numbers in Python").with_traceback(error.__traceback__)

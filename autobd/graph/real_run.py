@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from .fake_mode import RecordingMode
 from .nested import map_tensors, tensors_in
+from .observer import RealOperators
 from .randomness import same_randomness
 from .state import module_tensors
 
 
-def run_real(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, fake_mode: FakeTensorMode) -> Any:
+def run_real(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, fake_mode: RecordingMode) -> Any:
     """What `call(module, *args, **kwargs)` returns for fake arguments, as fake tensors.
 
     Every tensor of the module is put back; arguments that the call changes in place are marked as changed.
@@ -26,7 +28,8 @@ def run_real(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
         reals = list(tensors_in((real_args, real_kwargs)))
         versions = [t._version for t in reals]
         try:
-            output = call(module, *real_args, **real_kwargs)
+            with RealOperators(fake_mode.seen):
+                output = call(module, *real_args, **real_kwargs)
         finally:
             for tensor, value in own:
                 tensor.copy_(value)

@@ -28,7 +28,15 @@ class Attributes:
 
     def restore(self, within: nn.Module | None = None) -> None:
         """Put everything back, of the whole model or of the submodule `within` it."""
-        for module in self._saved if within is None else within.modules():
+        self.restore_modules(self._saved if within is None else within.modules())
+        for value, contents in self._nested if within is None else ():
+            if not _same(value, contents):
+                value.clear()
+                (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
+
+    def restore_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Put the attributes of these modules back, not of those below them."""
+        for module in modules:
             saved = self._saved.get(module)
             if saved is None:
                 continue
@@ -41,10 +49,6 @@ class Attributes:
                     (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
                 if id(value) in self._generators:
                     set_generator_state(*self._generators[id(value)])
-        for value, contents in self._nested if within is None else ():
-            if not _same(value, contents):
-                value.clear()
-                (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
 
     def rewritten(self, module: nn.Module) -> list[str]:
         """Attributes and buffers of `module` that were bound to another value, and lists that changed; a dict that
@@ -160,3 +164,8 @@ def module_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
                 if isinstance(value, Tensor):
                     found.setdefault(id(value), (f"{path}.{name}" if path else name, value))
     return found
+
+
+def storage_of(tensor: Tensor) -> int:
+    """An id of the memory behind a tensor; views share it."""
+    return tensor.untyped_storage()._cdata

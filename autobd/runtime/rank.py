@@ -57,7 +57,9 @@ class Rank:
         self.student_blocks = split.bind_student(student, self.stale)
         set_mode(self.teacher_blocks, False)
         set_mode(self.student_blocks, True)
-        self.maps = ChannelMaps(split, next(student.parameters()))
+        like = next(p for p in student.parameters() if p.is_floating_point())
+        self.adapters = [[a.on(like) for a in pair.adapters] for pair in split.pairs]
+        self.maps = ChannelMaps(split, like)
         opaque = split.student.opaque
         self.keys_python = bool(opaque)
         self.varies = [  # may leave out its weights in a step, as a layer that drops itself does
@@ -96,7 +98,7 @@ class Rank:
         """The loss of the student block on the teacher's boundary, against the teacher's next boundary `target`."""
         recipe, pair = self.recipes[block], self.split.pairs[block]
         with torch.no_grad():
-            targets = [pair.adapters[i](target[i]) for i in pair.student.distilled]
+            targets = [self.adapters[block][i](target[i]) for i in pair.student.distilled]
             normalisers = self.normalisers[block]
             if normalisers is None:
                 normalisers = self.normalisers[block] = [mean_square(t) for t in targets]
@@ -123,7 +125,7 @@ class Rank:
 
     def _adapted(self, block: int, boundary: Boundary) -> Boundary:
         """The teacher's boundary before `block` as the student's block takes it."""
-        adapters = self.split.pairs[block - 1].adapters
+        adapters = self.adapters[block - 1]
         return tuple(self.maps.enter(block, i, a(t)) for i, (a, t) in enumerate(zip(adapters, boundary, strict=True)))
 
     def student_backward(self, block: int, loss: Tensor) -> None:

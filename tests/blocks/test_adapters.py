@@ -246,7 +246,9 @@ def scale(y):
 def test_matched_training_equals_a_plain_loop_on_the_projected_teacher():
     teacher, student = linear([8, 8, 3], 0), linear([4, 12, 3], 1)
     mine = copy.deepcopy(student)
-    result = autobd.distill(teacher, student, BATCHES, cuts=CUTS, recipe=autobd.Recipe(lr=1e-2), progress=False)
+    result = autobd.distill(
+        teacher, student, BATCHES, cuts=CUTS, recipe=autobd.Recipe(lr=1e-2), adapters="matched", progress=False
+    )
     maps = [p.adapters[0].initial_map.double() for p in result.split.pairs[:2]]
     assert [m.shape for m in maps] == [(4, 8), (12, 8)]
     optimizers = [torch.optim.AdamW(b.parameters(), lr=1e-2) for b in mine]
@@ -306,6 +308,22 @@ def test_the_plain_student_is_the_chain_of_its_blocks():
         for block in result.split.bind_student():
             value = block(*value)
         assert torch.allclose(value[0], whole, rtol=0, atol=1e-10)
+
+
+def test_the_rule_trains_maps_that_fold_but_not_behind_the_relu_of_a_narrow_student():
+    def net(width, act):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(nn.Conv2d(3, width, 3), act), nn.Conv2d(width, 4, 3), nn.Flatten())
+
+    def kind(wide, narrow, act):
+        split = autobd.split(net(wide, act), net(narrow, act), torch.randn(2, 3, 6, 6), cuts=[("0", "0")])
+        return split.pairs[0].adapters[0].kind
+
+    assert kind(8, 4, nn.ReLU()) == "trainable"
+    assert kind(4, 8, nn.ReLU()) == "trainable"
+    assert kind(8, 3, nn.ReLU()) == kind(8, 3, nn.SiLU()) == "matched"
+    assert kind(8, 3, nn.Tanh()) == "trainable"
+    assert kind(8, 8, nn.ReLU()) == "equal"
 
 
 @pytest.mark.parametrize(

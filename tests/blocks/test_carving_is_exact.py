@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from networks import assert_same, fingerprint, images, networks
+from networks import assert_same, fingerprint, images, masks, networks
 
 import autobd
 from autobd.blocks.cuts import candidates
@@ -21,23 +21,23 @@ RELAXED = settings(
 )
 
 
-def whole(model, x, training):
+def whole(model, inputs, training):
     """Output, gradients and buffers of the user's own model."""
     model = copy.deepcopy(model).train(training)
     torch.manual_seed(7)
-    output = model(x.clone())
+    output = model(*(x.clone() for x in inputs))
     output.double().square().sum().backward()
     return output, {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
 
 
-def in_blocks(split, model, x, training):
+def in_blocks(split, model, inputs, training):
     """The same from the student's blocks, chained by hand over a copy; every block also sees its input kept intact."""
     model = copy.deepcopy(model).train(training)
     torch.manual_seed(7)
     values = ()
     for pair, module in zip(split.pairs, split.bind_student(model), strict=True):
         module.training = training
-        arguments = [*values, *([x] if pair.student.inputs else [])]
+        arguments = [*values, *(inputs[i] for i in pair.student.inputs)]
         kept = [a.detach().clone() for a in arguments]
         values = module(*arguments)
         assert all(torch.equal(a, k) for a, k in zip(arguments, kept, strict=True)), "a block changed its input"
@@ -56,18 +56,18 @@ def assert_identical(a, b):
 
 
 @RELAXED
-@given(networks(), st.integers(1, 5), st.data())
-def test_any_cuts_of_any_network_give_the_whole_model(model, rows, data):
-    example = images(4)
+@given(networks(), st.integers(1, 5), st.booleans(), st.data())
+def test_any_cuts_of_any_network_give_the_whole_model(model, rows, masked, data):
+    example = (images(4), masks(4)) if masked else (images(4),)
     found = candidates(Dataflow(autobd.capture(model, example), "output", trained=True))
-    chosen = [c.aliases[-1] for c in found if data.draw(st.booleans())]
+    chosen = [name for name in dict.fromkeys(c.aliases[-1] for c in found) if data.draw(st.booleans())]
     before = fingerprint(model)
     split = autobd.split(copy.deepcopy(model), model, example, cuts=[(n, n) for n in chosen])
     assert len(split) == len(chosen) + 1
-    x = images(rows)
+    inputs = (images(rows), masks(rows)) if masked else (images(rows),)
     for training in (False, True):
         if not (training and rows == 1):
-            assert_identical(whole(model, x, training), in_blocks(split, model, x, training))
+            assert_identical(whole(model, inputs, training), in_blocks(split, model, inputs, training))
     assert split.verify().exact
     assert_same(before, fingerprint(model))
 

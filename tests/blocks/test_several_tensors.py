@@ -186,3 +186,24 @@ def test_what_is_folded_into_the_batch_crosses_a_cut():
     assert len(result.split) >= 4
     assert {b.folded for p in result.split.pairs[:-1] for b in p.teacher.returns} == {5}
     assert result.split.verify(2).exact
+
+
+def test_every_block_has_something_to_learn():
+    class Late(nn.Module):
+        """A mask is made from an activation that then crosses alone, and with the mask."""
+
+        def __init__(self, width, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.embed, self.gate = nn.Linear(6, 8), nn.Linear(8, 8)
+            self.layers = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.embed(x)
+            mask = self.gate(x) > 0
+            return self.head(self.layers(x).masked_fill(mask, 0.0) + x)
+
+    for blocks in (2, 3):
+        split = autobd.split(Late(16, 0), Late(4, 1), torch.randn(4, 6), blocks=blocks)
+        assert all(p.student.distilled and p.teacher.distilled for p in split.pairs), str(split)

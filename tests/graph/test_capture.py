@@ -202,3 +202,21 @@ def test_captures_inside_inference_mode_and_no_grad():
         with context:
             captured = autobd.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4))
         assert captured.module(torch.randn(2, 4)).requires_grad
+
+
+def test_operators_are_recorded_under_the_names_that_run():
+    class Arithmetic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.layer(x) ** 2
+            y **= 3
+            z = -(2**y) + (1 - y) / 2 - 3 // (abs(y) + 1) + 1 / (y + 2)
+            z @= self.layer.weight
+            return (z % 3) * (z > 0) ^ (z < 1) if z.dtype == torch.bool else z % 3 + (y >= 1) * z
+
+    model, x = Arithmetic(), torch.randn(4, 3)
+    captured = autobd.capture(model, torch.randn(2, 3))
+    assert torch.equal(captured.module(x), model(x))

@@ -166,13 +166,16 @@ def channels(c, width, seed):
     return nn.Sequential(block(3, c), block(c, c), block(c, c), head)
 
 
-def test_57_other_channels_are_adapted_and_the_student_comes_back_plain():
+@pytest.mark.parametrize("kind", ["matched", "trainable"])
+def test_57_other_channels_are_adapted_and_the_student_comes_back_plain(kind):
     teacher, student = channels(16, 16, 0), channels(8, 4, 1)
     keys, count = list(student.state_dict()), sum(p.numel() for p in student.parameters())
     result = autobd.distill(
-        teacher, student, [torch.randn(16, 3, 8, 8)], cuts=[("0", "0"), ("1", "1")], epochs=20, progress=False
-    )
-    assert [str(a) for p in result.split.pairs[:2] for a in p.adapters] == ["matched 16 to 8, principal components"] * 2
+        teacher, student, [torch.randn(16, 3, 8, 8)], cuts=[("0", "0"), ("1", "1")], adapters=kind, epochs=20,
+        progress=False,
+    )  # fmt: skip
+    assert [a.kind for p in result.split.pairs[:2] for a in p.adapters] == [kind, kind]
+    assert f"{kind} 16 to 8" in str(result.split)
     assert list(student.state_dict()) == keys
     assert sum(p.numel() for p in student.parameters()) == count
     assert all(b < a for a, b in zip(result.history.relative[0], result.history.relative[-1], strict=True))

@@ -1,0 +1,138 @@
+"""The recordings of one mode, at two batch sizes, and what a call leaves behind for the next one.
+
+A forward may bind attributes: a flag that hooks are installed, a table that later calls read, or a memory that changes
+what later calls do. From where a first call has left the model, second calls are then recorded at both batch sizes. If
+these leave the attributes alone and do what first calls do, they are a cache. Otherwise the module is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import CaptureError
+from .arguments import Arguments
+from .fake_mode import RecordingMode
+from .leftovers import left_behind, set_after_calls
+from .recorder import Recorder, Recording
+from .repetition import constants, repeats, same_constants
+from .subject import Subject
+
+Names = dict[str, list[str]]  # module path -> attributes
+
+
+class KeptWhole(Exception):
+    """Modules that the recordings to come must keep whole: path -> reason."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__(", ".join(reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How `model` is called.
+
+    Attributes:
+        arguments, names: with what, and a name for each tensor in it.
+        sizes: the two batch sizes.
+        leaves: modules to keep whole, with the reason; those that a recording cannot open are added.
+    """
+
+    model: nn.Module
+    arguments: Arguments
+    names: list[str]
+    sizes: tuple[int, int]
+    leaves: dict[str, str]
+
+    def record(self, training: bool) -> list[Recording]:
+        """One recording for each batch size, in train or eval mode; attributes are afterwards as before.
+
+        Errors: KeptWhole; CaptureError if the model fails, or if its own code cannot be recorded.
+        """
+        self.model.train(training)
+        subject = Subject(self.model)
+        first, recordings, left, same = self._both(subject)
+        if not same:
+            alike: dict[tuple[type, str], list[str]] = defaultdict(list)
+            for path, names in left.items():
+                alike[type(self.model.get_submodule(path)), " ".join(names)].append(path)
+            found = [g for g in alike.values() if len(alike) == 1 or not self._both(subject, only=g)[3]]
+            culprits = [path for group in found or alike.values() for path in group]
+            self._keep_whole({p: f"sets self.{left[p][0]} and reads it in the next call" for p in culprits}, first)
+        return recordings
+
+    def _both(
+        self, subject: Subject, only: Collection[str] | None = None
+    ) -> tuple[Recorder, list[Recording], Names, bool]:
+        """First calls at both batch sizes, what the first one leaves behind, and whether calls that find it there
+        are the same; of several modules that leave something, `only` these are tested."""
+        try:
+            first = self._first(subject, self.sizes[0])
+            left = left_behind(first)
+            self._refuse(left, first)
+            kept = [constants(first, left)]
+            seconds = self._seconds(subject, first, left, only) if left else []
+            subject.attributes.restore()
+            other = self._first(subject, self.sizes[1])
+            kept.append(constants(other, left))
+        finally:
+            subject.attributes.restore()
+        firsts = [first.recording, other.recording]
+        same = not left or (
+            len(seconds) == 2
+            and same_constants(*kept)
+            and all(repeats(a, b, k) for a, b, k in zip(firsts, seconds, kept, strict=True))
+        )
+        return first, firsts, left, same
+
+    def _refuse(self, left: Names, first: Recorder) -> None:
+        """Keep whole what no second call can clear: buffers that are bound anew, and attributes that are set on a
+        module which is recorded as one operation, after that."""
+        buffers = {p: [n for n in names if n in self.model.get_submodule(p)._buffers] for p, names in left.items()}
+        self._keep_whole({p: f"sets self.{names[0]} in its forward" for p, names in buffers.items() if names}, first)
+        set_later = set_after_calls(first)
+        reasons = {p.rpartition(".")[0]: f"changes '{n}' of '{p}' after calling it" for p, n in set_later.items()}
+        self._keep_whole(reasons, first)
+
+    def _keep_whole(self, reasons: dict[str, str], recorder: Recorder) -> None:
+        called = {}
+        for path, reason in reasons.items():
+            while path not in recorder.called:  # it was reached by other means than a call
+                path = path.rpartition(".")[0]
+            called[path] = reason
+        for path, reason in called.items():
+            if path in ("", *self.leaves):
+                raise CaptureError(
+                    f"{type(self.model).__name__}.forward {reason}; a recording would freeze it.",
+                    given=", ".join(reasons),
+                    expected="a forward that does the same in every call",
+                    do="move these lines into a submodule of their own: it is then kept whole",
+                )
+        if called:
+            raise KeptWhole(called)
+
+    def _first(self, subject: Subject, rows: int) -> Recorder:
+        recorder = Recorder(subject, self.leaves, RecordingMode())
+        recorder.record(self.arguments, self.names, rows)
+        self.leaves.update(recorder.recording.opaque)
+        return recorder
+
+    def _seconds(self, subject: Subject, first: Recorder, left: Names, only: Collection[str] | None) -> list[Recording]:
+        """Calls from where `first` has left the model, as many as do not fail."""
+        if only is not None:
+            subject.attributes.restore_modules(self.model.get_submodule(p) for p in left if p not in only)
+        between, seconds = Subject(self.model), []
+        for rows in self.sizes:
+            recorder = Recorder(between, self.leaves, first.ledger.fake_mode)
+            try:
+                seconds.append(recorder.record(self.arguments, self.names, rows))
+            except CaptureError:
+                break
+            changed = left_behind(recorder)
+            between.attributes.restore()
+            self._keep_whole({p: f"changes self.{names[0]} in every call" for p, names in changed.items() if p}, first)
+        return seconds
