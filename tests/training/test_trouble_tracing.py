@@ -90,6 +90,25 @@ def test_02_both_sides_of_a_branch_on_values_stay_alive():
         assert any(n.startswith(f"{whose}: module '0' is kept whole") for n in result.split.notes)
 
 
+class Exit(nn.Module):
+    """Leaves out all of its weights for batches with small values."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.body = hidden(6, width)
+
+    def forward(self, x):
+        return x if x.abs().mean() < 1.0 else x + self.body(x)
+
+
+def test_02_a_block_whose_weights_a_batch_leaves_out_learns_nothing_from_it():
+    models = pair(lambda w: nn.Sequential(Exit(w), nn.Linear(6, 6), Exit(w)))
+    batches = [torch.full((4, 6), 0.1), torch.full((4, 6), 3.0), torch.full((3, 6), 0.1), torch.randn(1, 6) * 9]
+    result = distilled_like_plain_loop(*models, chained("0", "1", "2"), batches, [("0", "0"), ("1", "1")])
+    assert_blocks_are_the_models(result.split, batches)
+    assert [losses[0] == 0 for losses in result.history.losses] == [True, False, True, False]
+
+
 def test_02_a_branch_on_values_in_the_models_own_code_is_an_error_with_line_and_remedy():
     with pytest.raises(CaptureError, match=r"Gate\.forward uses the value of a tensor") as error:
         autobd.split(*pair(Gate), torch.randn(4, 6))
