@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,38 +128,57 @@ def capture(model: nn.Module, example: Any, *, train: bool = True) -> Captured:
     calls = Calls(model, arguments, names, sizes, leaves)
     with torch.inference_mode(False), torch.set_grad_enabled(train), untouched(model):
         for _ in range(_ATTEMPTS):
-            known = set(leaves)
             try:
-                training = calls.record(True) if train else None  # first: what train mode keeps whole is more
-                evaluation = calls.record(False)
+                merger, recording, outputs = _attempt(calls, train)
+                break
             except KeptWhole as found:
                 leaves.update(found.reasons)
-                continue
-            if set(leaves) - known - set((training or evaluation)[0].opaque):
-                continue  # a later recording kept a module whole that the first one had opened
-            merger = Merger(evaluation, training, sizes)
-            try:
-                outputs = merger.merge()
-                break
-            except Differs as difference:
-                path = difference.path
-                while path in leaves:  # it is whole, and what is around it differs
-                    path = path.rpartition(".")[0]
-                if not path:
-                    raise CaptureError(
-                        f"{type(model).__name__}.forward {difference} in its own code; one graph cannot serve both.",
-                        given=difference.line,
-                        expected="the same operations for every batch size and mode",
-                        do="move these lines into a submodule of their own: it is then kept whole",
-                    ) from None
-                nodes = [list(r.graph.nodes) for r in merger.recordings]
-                leaves.update(dict.fromkeys(alike(model, path, nodes), str(difference)))
         else:
             raise CaptureError(
                 f"{type(model).__name__} did not settle after {_ATTEMPTS} recordings.",
                 given=f"modules kept whole so far: {', '.join(leaves)}",
             )
-    return _finished(model, arguments, merger, evaluation[0], outputs, leaves, sizes[0])
+    with _collector_paused():
+        return _finished(model, arguments, merger, recording, outputs, leaves, sizes[0])
+
+
+def _attempt(calls: Calls, train: bool) -> tuple[Merger, Recording, Any]:
+    """Record and merge; the first recording holds the merged graph. Errors: KeptWhole to try again; CaptureError."""
+    known = set(calls.leaves)
+    with _collector_paused():
+        training = calls.record(True) if train else None  # first: it keeps more modules whole than eval mode
+        evaluation = calls.record(False)
+        if set(calls.leaves) - known - set((training or evaluation)[0].opaque):
+            raise KeptWhole({})  # by a later recording, and the first one had opened it
+        merger = Merger(evaluation, training, calls.sizes)
+        try:
+            return merger, evaluation[0], merger.merge()
+        except Differs as difference:
+            path = difference.path
+            while path in calls.leaves:  # it is whole, and what is around it differs
+                path = path.rpartition(".")[0]
+            if path:
+                nodes = [list(r.graph.nodes) for r in merger.recordings]
+                paths = alike(calls.model, path, nodes)
+                raise KeptWhole(dict.fromkeys(paths, str(difference))) from None
+            raise CaptureError(
+                f"{type(calls.model).__name__}.forward {difference} in its own code; one graph cannot serve both.",
+                given=difference.line,
+                expected="the same operations for every batch size and mode",
+                do="move these lines into a submodule of their own: it is then kept whole",
+            ) from None
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without Python's cyclic garbage collector, which would look through the many new objects again and again."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def _sizes(rows: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .fake_mode import RecordingMode
-from .liveness import sources
+from .liveness import sources, writers_in
 from .nested import has_tensor, tensors_in
 from .origin import Opaque, calling_line
 from .state import storage_of
@@ -57,6 +57,7 @@ class Ledger:
     def __init__(self, subject: Subject, fake_mode: RecordingMode) -> None:
         self.graph = fx.Graph()
         self.objects: dict[str, Any] = {}
+        self.object_names: dict[int, str] = {}
         self.omitted: list[str] = []  # types of returned objects that a graph cannot make
         self.owner = ""  # path of the module whose code is running
         self.inside_leaf = 0
@@ -142,7 +143,7 @@ class Ledger:
         return self._constant(value)
 
     def _constant(self, value: Any) -> fx.Node:
-        name = next((n for n, known in self.objects.items() if known is value), f"_object_{len(self.objects)}")
+        name = self.object_names.setdefault(id(value), f"_object_{len(self.objects)}")
         self.objects[name] = value
         node = self.graph.create_node("get_attr", name)
         node.meta.update(path=self.owner, line=calling_line(), grad=True, flops=0, random=False, mutates=frozenset())
@@ -211,7 +212,7 @@ class Ledger:
     def is_rolled(self, tensor: Tensor) -> bool:
         """Whether a tensor is made of random numbers and of nothing that the model is given or holds."""
         known = self.nodes.get(id(tensor))
-        made_by = sources(known[1]) if known is not None else []
+        made_by = sources(known[1], writers_in(self.graph)) if known is not None else []
         made_here = all(n.op in ("call_function", "call_method") for n in made_by)
         return made_here and any(n.meta["random"] for n in made_by)
 

@@ -19,10 +19,7 @@ def live(graph: fx.Graph, outputs: Any, given: Collection[fx.Node] = ()) -> set[
     Arguments:
         given: nodes whose value is taken as known; what only they need is not live.
     """
-    writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        for storage in written_by(node):
-            writers[storage].append(node)
+    writers = writers_in(graph)
     for node in given:
         writers.pop(_storage(node), None)
     todo: list[fx.Node] = []
@@ -60,12 +57,17 @@ def prune(graph: fx.Graph, outputs: Any) -> None:
                 placed.add(read)
 
 
-def sources(node: fx.Node) -> list[fx.Node]:
-    """What `node`, and all that is ever written to its memory, is made by, in order."""
+def writers_in(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """The nodes that change each storage."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for other in node.graph.nodes:
-        for storage in written_by(other):
-            writers[storage].append(other)
+    for node in graph.nodes:
+        for storage in written_by(node):
+            writers[storage].append(node)
+    return writers
+
+
+def sources(node: fx.Node, writers: dict[int, list[fx.Node]]) -> list[fx.Node]:
+    """What `node`, and all that is ever written to its memory, is made by, in order."""
     found: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -73,7 +75,7 @@ def sources(node: fx.Node) -> list[fx.Node]:
         if current not in found:
             found.add(current)
             todo += [*current.all_input_nodes, *writers.get(_storage(current), ())]
-    return [n for n in node.graph.nodes if n in found]
+    return sorted(found)
 
 
 def _storage(node: fx.Node) -> int:

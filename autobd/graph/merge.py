@@ -97,32 +97,32 @@ class Merger:
             if first is None:
                 self.aligned.append(nodes)
                 continue
-            path = blamed(reference, nodes, first)
-            if path or what == "batch sizes":
-                raise Differs((nodes[first:] or reference[first:])[0], what, path)
-            self._align_by_subsequence(nodes, what)
+            heads = None if what == "batch sizes" else self._auxiliary_heads(recording, nodes)
+            if heads is None:
+                node = (nodes[first:] or reference[first:])[0]
+                raise Differs(node, what, blamed(reference, nodes, first))
+            used = set(heads)
+            self.train_only += [n for n in nodes if n not in used]
+            self.aligned.append(heads)
 
-    def _align_by_subsequence(self, nodes: list[fx.Node], what: str) -> None:
-        """Auxiliary heads: every node of the eval graph occurs, in order, in the train graph, which has more."""
+    def _auxiliary_heads(self, recording: Recording, nodes: list[fx.Node]) -> list[fx.Node] | None:
+        """The nodes of the eval graph in that of train mode, if all that has more are heads: they are returned, and
+        give nothing to the others and change nothing that these read."""
         chosen: list[fx.Node] = []
-        extra: list[fx.Node] = []
         rest = iter(nodes)
         for wanted in self.aligned[0]:
-            for node in rest:
-                if kind_of(node) == kind_of(wanted):
-                    chosen.append(node)
-                    break
-                extra.append(node)
-            else:
-                raise Differs(wanted, what, "")
-        extra += rest
+            found = next((node for node in rest if kind_of(node) == kind_of(wanted)), None)
+            if found is None:
+                return None
+            chosen.append(found)
         used = set(chosen)
-        kept = {n.meta["tensor"].storage for n in nodes if "tensor" in n.meta and (n in used or n.op == "get_attr")}
-        for node in extra:  # storages compare within one recording only
-            if not kept.isdisjoint(node.meta["mutates"]):  # no head beside the graph: it changes what the graph reads
-                raise Differs(node, what, "")
-        self.train_only += extra
-        self.aligned.append(chosen)
+        extra = {n for n in nodes if n not in used}
+        returned: set[fx.Node] = set()
+        fx.node.map_arg(recording.outputs, returned.add)
+        read = {n.meta["tensor"].storage for n in nodes if "tensor" in n.meta and (n in used or n.op == "get_attr")}
+        gives = any(not extra.isdisjoint(n.all_input_nodes) for n in chosen)
+        changes = any(not read.isdisjoint(n.meta["mutates"]) for n in extra)  # storages of one recording
+        return None if gives or changes or extra.isdisjoint(returned) else chosen
 
     def _check_object(self, nodes: tuple[fx.Node, ...]) -> None:
         """A Python object in the arguments must be the same one in every call: one made anew may carry state."""

@@ -7,8 +7,6 @@ these leave the attributes alone and do what first calls do, they are a cache. O
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,12 +14,10 @@ from torch import nn
 from ..errors import CaptureError
 from .arguments import Arguments
 from .fake_mode import RecordingMode
-from .leftovers import left_behind, set_after_calls
+from .leftovers import Names, forget_tables, left_behind, readers, set_after_calls
 from .recorder import Recorder, Recording
-from .repetition import constants, repeats, same_constants
+from .repetition import constants, difference, differing_constant
 from .subject import Subject
-
-Names = dict[str, list[str]]  # module path -> attributes
 
 
 class KeptWhole(Exception):
@@ -55,39 +51,35 @@ class Calls:
         """
         self.model.train(training)
         subject = Subject(self.model)
-        first, recordings, left, same = self._both(subject)
-        if not same:
-            alike: dict[tuple[type, str], list[str]] = defaultdict(list)
-            for path, names in left.items():
-                alike[type(self.model.get_submodule(path)), " ".join(names)].append(path)
-            found = [g for g in alike.values() if len(alike) == 1 or not self._both(subject, only=g)[3]]
-            culprits = [path for group in found or alike.values() for path in group]
-            self._keep_whole({p: f"sets self.{left[p][0]} and reads it in the next call" for p in culprits}, first)
-        return recordings
-
-    def _both(
-        self, subject: Subject, only: Collection[str] | None = None
-    ) -> tuple[Recorder, list[Recording], Names, bool]:
-        """First calls at both batch sizes, what the first one leaves behind, and whether calls that find it there
-        are the same; of several modules that leave something, `only` these are tested."""
         try:
             first = self._first(subject, self.sizes[0])
             left = left_behind(first)
             self._refuse(left, first)
             kept = [constants(first, left)]
-            seconds = self._seconds(subject, first, left, only) if left else []
+            seconds = self._seconds(first) if left or first.remembers else None
             subject.attributes.restore()
             other = self._first(subject, self.sizes[1])
             kept.append(constants(other, left))
         finally:
             subject.attributes.restore()
         firsts = [first.recording, other.recording]
-        same = not left or (
-            len(seconds) == 2
-            and same_constants(*kept)
-            and all(repeats(a, b, k) for a, b, k in zip(firsts, seconds, kept, strict=True))
-        )
-        return first, firsts, left, same
+        if seconds is not None:
+            found = [difference(a, b, k) for a, b, k in zip(firsts, seconds, kept, strict=False)]
+            found += [differing_constant(*kept), "" if len(seconds) < 2 else None]
+            self._blame(next((path for path in found if path is not None), None), left, first)
+        return firsts
+
+    def _blame(self, reader: str | None, left: Names, first: Recorder) -> None:
+        """Keep the module whole that does something else in a second call, or those that have left what it reads."""
+        if reader is None:
+            return
+        if reader in left:
+            kind, names = type(self.model.get_submodule(reader)), left[reader]
+            setters = [p for p in left if type(self.model.get_submodule(p)) is kind and left[p] == names]
+        else:
+            setters = [p for p in left if p] or list(left)
+        reasons = {p: f"sets self.{left[p][0]} and reads it in the next call" for p in setters}
+        self._keep_whole(reasons or {reader: "reads what a module kept whole has set in the call before"}, first)
 
     def _refuse(self, left: Names, first: Recorder) -> None:
         """Keep whole what no second call can clear: buffers that are bound anew, and attributes that are set on a
@@ -97,6 +89,9 @@ class Calls:
         set_later = set_after_calls(first)
         reasons = {p.rpartition(".")[0]: f"changes '{n}' of '{p}' after calling it" for p, n in set_later.items()}
         self._keep_whole(reasons, first)
+        self._keep_whole(
+            {p: f"sets self.{left[p][0]}, which '{leaf}' may read" for p, leaf in readers(first, left).items()}, first
+        )
 
     def _keep_whole(self, reasons: dict[str, str], recorder: Recorder) -> None:
         called = {}
@@ -121,10 +116,9 @@ class Calls:
         self.leaves.update(recorder.recording.opaque)
         return recorder
 
-    def _seconds(self, subject: Subject, first: Recorder, left: Names, only: Collection[str] | None) -> list[Recording]:
-        """Calls from where `first` has left the model, as many as do not fail."""
-        if only is not None:
-            subject.attributes.restore_modules(self.model.get_submodule(p) for p in left if p not in only)
+    def _seconds(self, first: Recorder) -> list[Recording]:
+        """Calls at both batch sizes from where `first` has left the model, as many as do not fail."""
+        forget_tables(first)
         between, seconds = Subject(self.model), []
         for rows in self.sizes:
             recorder = Recorder(between, self.leaves, first.ledger.fake_mode)
@@ -132,7 +126,7 @@ class Calls:
                 seconds.append(recorder.record(self.arguments, self.names, rows))
             except CaptureError:
                 break
-            changed = left_behind(recorder)
+            changed = left_behind(recorder, counted=True)
             between.attributes.restore()
             self._keep_whole({p: f"changes self.{names[0]} in every call" for p, names in changed.items() if p}, first)
         return seconds

@@ -65,6 +65,7 @@ class Recorder(TorchFunctionMode):
         self.seen = self.ledger.fake_mode.seen
         self.left_as = dict(subject.bindings)  # of each module, at the start or after its last call
         self.failed_in: str | None = None  # where an exception came from, innermost module
+        self.remembers = False  # whether a leaf has changed attributes of its own
         self.real_run = False
         self.called = {""}  # paths of the modules that were reached by a call
         self.thread = threading.get_ident()
@@ -182,10 +183,9 @@ class Recorder(TorchFunctionMode):
         node.meta["whole"] = path in self.recording.opaque or path in self.forced
         changes_itself = changes_itself or buffers != self._buffer_versions(module)
         left = {m: Bindings(m) for m in parts}
-        changes_itself = changes_itself or not all(
-            m in self.left_as and b.same(self.left_as[m]) for m, b in left.items()
-        )
-        node.meta["stateful"] = changes_itself
+        rebinds = not all(m in self.left_as and b.same(self.left_as[m]) for m, b in left.items())
+        self.remembers = self.remembers or rebinds
+        node.meta["stateful"] = changes_itself or rebinds
         self.left_as.update(left)
         output = self.ledger.bind_output(output, node, from_leaf=True)
         if isinstance(output, Tensor):
@@ -194,7 +194,9 @@ class Recorder(TorchFunctionMode):
 
     def _really(self, original: Any, path: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """The output of a leaf that fails on fake tensors with `error`, which is raised if real ones fail as well."""
-        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        with torch._C.DisableTorchFunction():
+            meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        if meta:
             raise on_meta(path, error) from error
         self.real_run = True
         try:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .liveness import live, sources
+from .blame import blamed, kind_of
+from .liveness import live, sources, writers_in
 from .recorder import Recorder, Recording
 from .state import module_tensors
 
@@ -17,41 +18,48 @@ Constants = dict[fx.Node, str]  # nodes whose value a later call reads from an a
 def constants(recorder: Recorder, left: Mapping[str, list[str]]) -> Constants:
     """Nodes whose tensors a call has just left in attributes and that are made of numbers alone."""
     found: Constants = {}
-    paths: dict[int, tuple[str, Tensor]] | None = None
+    paths: dict[int, tuple[str, Tensor]] = {}
+    writers = writers_in(recorder.ledger.graph)
     for path, names in left.items():
         held = vars(recorder.model.get_submodule(path))
         for tensor in (held[name] for name in names if isinstance(held.get(name), Tensor)):
             paths = paths or module_tensors(recorder.model)
             known = recorder.ledger.nodes.get(id(tensor))
-            if known is not None and not known[1]._erased and _is_constant(known[1]):
+            if known is not None and not known[1]._erased and _is_constant(known[1], writers):
                 found[known[1]] = paths[id(tensor)][0]
     return found
 
 
-def _is_constant(node: fx.Node) -> bool:
-    return all(n.op in ("call_function", "call_method") and not n.meta["random"] for n in sources(node))
+def _is_constant(node: fx.Node, writers: dict[int, list[fx.Node]]) -> bool:
+    return all(n.op in ("call_function", "call_method") and not n.meta["random"] for n in sources(node, writers))
 
 
-def same_constants(first: Constants, second: Constants) -> bool:
-    """Whether the constants of two recordings have equal values."""
-    if sorted(first.values()) != sorted(second.values()):
-        return False
-    by_path = {path: node for node, path in second.items()}
+def differing_constant(first: Constants, second: Constants) -> str | None:
+    """The module with a constant that has another value in the second recording."""
+    nodes = {path: node for node, path in second.items()}
+    writers = [writers_in(next(iter(side)).graph) if side else {} for side in (first, second)]
     for node, path in first.items():
-        sides = [_Side(sources(n), {}, {}) for n in (node, by_path[path])]
-        if not _same_order(sides):
-            return False
-    return True
+        sides = [_Side(sources(n, w), {}, {}) for n, w in zip((node, nodes.get(path, node)), writers, strict=True)]
+        if path not in nodes or _parting(sides) is not None:
+            return path.rpartition(".")[0]
+    return None
 
 
-def repeats(first: Recording, second: Recording, kept: Constants) -> bool:
-    """Whether both recordings are the same operations on the same constants; `second` reads those in `kept`."""
+def difference(first: Recording, second: Recording, kept: Constants) -> str | None:
+    """Where two recordings are not the same operations on the same constants: the path of the module ("" is the root);
+    `second` reads those in `kept`."""
+    opaque = [path for path in second.opaque if path not in first.opaque]
+    if opaque:
+        return opaque[0]
     sides = []
     for recording, given in ((first, kept), (second, {})):
         needed = live(recording.graph, recording.outputs, given)
         nodes = [n for n in recording.graph.nodes if n in needed and n not in given]
         sides.append(_Side(nodes, given, recording.objects))
-    return _same_order(sides) and _same(first.outputs, second.outputs, sides)
+    at = _parting(sides)
+    if at is not None:
+        return blamed(sides[0].order, sides[1].order, at)
+    return None if _same(first.outputs, second.outputs, sides) else ""
 
 
 class _Side:
@@ -68,13 +76,14 @@ class _Side:
                 self.order.append(node)
 
 
-def _same_order(sides: list[_Side]) -> bool:
-    return len(sides[0].order) == len(sides[1].order) and all(
-        (a.op, a.target, a.meta.get("path"), a.meta.get("grad"))
-        == (b.op, b.target, b.meta.get("path"), b.meta.get("grad"))
-        and _same((a.args, a.kwargs), (b.args, b.kwargs), sides)
-        for a, b in zip(sides[0].order, sides[1].order, strict=True)
-    )
+def _parting(sides: list[_Side]) -> int | None:
+    """The first position at which the operations are not the same."""
+    for i, (a, b) in enumerate(zip(sides[0].order, sides[1].order, strict=False)):
+        alike = kind_of(a) == kind_of(b) and a.meta.get("grad") == b.meta.get("grad")
+        if not (alike and _same((a.args, a.kwargs), (b.args, b.kwargs), sides)):
+            return i
+    lengths = [len(side.order) for side in sides]
+    return None if lengths[0] == lengths[1] else min(lengths)
 
 
 def _same(a: Any, b: Any, sides: list[_Side]) -> bool:

@@ -20,19 +20,19 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._saved = {m: {k: (v, _copied(v)) for k, v in m.__dict__.items()} for m in model.modules()}
-        self._nested = [
-            (v, _copied(v)) for saved in self._saved.values() for value, _ in saved.values() for v in _below(value)
-        ]
+        self._nested: list[tuple[Any, Any, nn.Module, str]] = []  # and the module and attribute that they are in
+        seen: dict[int, int] = {}
+        for module, saved in self._saved.items():
+            for name, (value, _) in saved.items():
+                self._nested += [(v, _copied(v), module, name) for v in _below(value, seen)]
         own = (v for saved in self._saved.values() for v, _ in saved.values() if is_generator(v))
         self._generators = {id(g): (g, generator_state(g)) for g in own}
 
     def restore(self, within: nn.Module | None = None) -> None:
         """Put everything back, of the whole model or of the submodule `within` it."""
         self.restore_modules(self._saved if within is None else within.modules())
-        for value, contents in self._nested if within is None else ():
-            if not _same(value, contents):
-                value.clear()
-                (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
+        for value, contents, *_ in self._nested if within is None else ():
+            _refill(value, contents)
 
     def restore_modules(self, modules: Iterable[nn.Module]) -> None:
         """Put the attributes of these modules back, not of those below them."""
@@ -44,31 +44,54 @@ class Attributes:
                 del module.__dict__[name]
             for name, (value, contents) in saved.items():
                 module.__dict__[name] = value
-                if contents is not None and not _same(value, contents):
-                    value.clear()
-                    (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
+                if contents is not None:
+                    _refill(value, contents)
                 if id(value) in self._generators:
                     set_generator_state(*self._generators[id(value)])
 
-    def rewritten(self, module: nn.Module) -> list[str]:
-        """Attributes and buffers of `module` that were bound to another value, and lists that changed; a dict that
-        gained keys is a filled cache, and is not named."""
-        saved = self._saved.get(module)
-        if saved is None:
-            return []
-        names = []
-        for name, value in module.__dict__.items():
-            before, contents = saved.get(name, (None, None))
-            if name not in saved or (value is not before and not _equal_primitives(value, before)):
-                names.append(name)
-            elif isinstance(value, dict):
-                changed = [str(k) for k, v in value.items() if k in contents and contents[k] is not v]
-                names += changed if name == "_buffers" else [name] * bool(changed)
-            elif (contents is not None and not _same(value, contents)) or (
-                id(value) in self._generators and generator_moved(*self._generators[id(value)])
-            ):
-                names.append(name)
-        return names
+    def rewritten(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Attributes, buffers and entries of dicts that were bound to another value, with that value; other containers,
+        and those in attributes, that changed. A dict that gained keys is not named."""
+        for module, saved in self._saved.items():
+            for name, (before, contents) in saved.items():
+                value = module.__dict__.get(name, _MISSING)
+                if value is not before:
+                    if not _equal_primitives(value, before):
+                        yield module, name, value
+                elif isinstance(value, dict) and not _same(value, contents):
+                    changed = {
+                        k: value.get(k, _MISSING) for k, v in contents.items() if value.get(k, _MISSING) is not v
+                    }
+                    yield from ((module, k if name == "_buffers" else name, v) for k, v in changed.items())
+                elif (contents is not None and not _same(value, contents)) or (
+                    id(value) in self._generators and generator_moved(*self._generators[id(value)])
+                ):
+                    yield module, name, value
+            for name in module.__dict__.keys() - saved.keys():
+                yield module, name, module.__dict__[name]
+        for value, contents, module, name in self._nested:
+            if not _same(value, contents) and not (isinstance(value, dict) and _has_all(value, contents)):
+                yield module, name, value
+
+    def added(self) -> Iterator[tuple[nn.Module, str, dict[Any, Any], Any]]:
+        """Entries that the dicts in attributes have gained: module, attribute, dict, key."""
+        for module, saved in self._saved.items():
+            for name, (value, contents) in saved.items():
+                if isinstance(value, dict) and len(value) != len(contents):
+                    yield from ((module, name, value, key) for key in value if key not in contents)
+
+
+_MISSING = object()
+
+
+def _refill(value: Any, contents: Any) -> None:
+    if not _same(value, contents):
+        value.clear()
+        (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
+
+
+def _has_all(value: dict[Any, Any], contents: dict[Any, Any]) -> bool:
+    return all(k in value and value[k] is v for k, v in contents.items())
 
 
 def _equal_primitives(a: Any, b: Any) -> bool:
@@ -79,10 +102,12 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set, deque)) else None
 
 
-def _below(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The containers inside an attribute's value: of nested dicts, lists and tuples, and of plain objects."""
-    if isinstance(value, (Tensor, nn.Module, type)) or depth > 4:
+def _below(value: Any, seen: dict[int, int], depth: int = 0) -> Iterator[Any]:
+    """The containers inside an attribute's value: of nested dicts, lists and tuples, and of plain objects. What many
+    modules hold (a configuration) is entered once; `seen`: at which depth, by id."""
+    if isinstance(value, (Tensor, nn.Module, type, *PRIMITIVES)) or seen.get(id(value), 5) <= depth:
         return
+    seen[id(value)] = depth
     if depth and isinstance(value, (dict, list, set, deque)):
         yield value
     if isinstance(value, dict):
@@ -92,7 +117,7 @@ def _below(value: Any, depth: int = 0) -> Iterator[Any]:
     else:
         inside = [vars(value)] if hasattr(value, "__dict__") and not callable(value) else ()
     for item in inside:
-        yield from _below(item, depth + 1)
+        yield from _below(item, seen, depth + 1)
 
 
 def _same(value: Any, contents: Any) -> bool:

@@ -44,14 +44,17 @@ class Subject:
 
 
 class Bindings:
-    """What the attributes, parameters and buffers of a module are bound to."""
+    """What the attributes of a module are bound to, and the entries of dicts (parameters, buffers, hooks) and lists."""
 
     __slots__ = ("names", "values")
 
     def __init__(self, module: nn.Module) -> None:
-        held = vars(module), module._parameters, module._buffers
-        self.names = [name for part in held for name in part]
-        self.values = [value for part in held for value in part.values()]
+        self.names: list[Any] = list(vars(module))
+        self.values: list[Any] = list(vars(module).values())
+        for value in vars(module).values():
+            if isinstance(value, (dict, list)) and value:
+                self.names += value if isinstance(value, dict) else range(len(value))
+                self.values += value.values() if isinstance(value, dict) else value
 
     def same(self, other: Bindings) -> bool:
         """Numbers are compared by value, other objects and tensors by identity."""

@@ -1,6 +1,7 @@
 """`capture`: inputs and outputs of every kind, the user's own submodules, and a model that comes back untouched."""
 
 import dataclasses
+import logging
 import random
 from collections import namedtuple
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import autobd
 from autobd.errors import InputError
+from autobd.graph.merge import Merger
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
 
@@ -195,6 +197,141 @@ def test_auxiliary_heads_use_the_eval_graph_and_say_so():
 def test_input_that_cannot_be_captured(model, example, message):
     with pytest.raises(InputError, match=message):
         autobd.capture(model, example)
+
+
+def test_an_example_that_does_not_fit_is_one_clear_error_and_no_log_entry():
+    log, entries = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = entries.append
+    log.addHandler(handler)
+    try:
+        with pytest.raises(autobd.errors.CaptureError, match=r"fails on the example.*RuntimeError"):
+            autobd.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 5))
+        assert not entries
+        with torch._subclasses.FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ones(3, 5) @ torch.ones(4, 2)
+        assert entries, "torch's log is as it was"
+    finally:
+        log.removeHandler(handler)
+
+
+def test_a_parameter_that_is_handed_to_a_layer_is_not_taken_for_changed():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.drop, self.layer = nn.Embedding(6, 6), nn.Dropout(0.3), nn.Linear(6, 6)
+            with torch.no_grad():
+                self.table.weight.mul_(2)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = self.layer(x) @ self.drop(self.table.weight)
+            return x
+
+    model = Table()
+    captured = autobd.capture(model, torch.randn(3, 6))
+    assert not any(n.meta["mutates"] for n in captured.graph.nodes)
+    x, results = torch.randn(4, 6), []
+    for module in (model, captured.module):
+        module.train()
+        torch.manual_seed(1)
+        results.append(module(x))
+    assert torch.equal(*results)
+
+
+class Pathed(nn.Module):
+    """A drop path that draws in its own code, in train mode alone, between two layers."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.first, self.path, self.last = nn.Linear(6, 6), DropPath(p), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.path(self.last(self.first(x)))
+
+
+class DropPath(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        if not self.training or not self.p:
+            return x
+        return x * (torch.rand(x.shape[0], 1) >= self.p) / (1 - self.p)
+
+
+class Scaling(nn.Module):
+    """Does something else in each mode, and has children."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x.relu()) if self.training else self.layer(x)
+
+
+def test_the_smallest_module_that_differs_by_mode_is_kept_whole_and_all_alike_at_once(monkeypatch):
+    model = nn.Sequential(*(nn.Sequential(Pathed(p), Scaling(), nn.ReLU()) for p in (0.0, 0.1, 0.2, 0.3)))
+    attempts = []
+    merge = Merger.merge
+    monkeypatch.setattr(Merger, "merge", lambda self: (attempts.append(self), merge(self))[1])
+    captured = autobd.capture(model, torch.randn(4, 6))
+    assert sorted(captured.opaque) == ["0.1", "1.0.path", "1.1", "2.0.path", "2.1", "3.0.path", "3.1"]
+    assert len(attempts) == 2
+    x = torch.randn(5, 6)
+    for training in (False, True):
+        results = []
+        for module in (model, captured.module):
+            module.train(training), model.train(training)
+            torch.manual_seed(1)
+            results.append(module(x))
+        assert torch.equal(*results)
+
+
+def test_what_one_mode_does_in_vain_is_no_difference():
+    class Slices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last, self.scale = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            state = None
+            if not self.training:
+                state = torch.zeros(len(x), 6)
+                state.copy_(x)  # nobody reads it
+            x = self.layer(x)
+            x = x if self.training else x[:, -6:]  # all of it
+            return self.last(x) * self.scale
+
+    model = Slices()
+    captured = autobd.capture(model, torch.randn(4, 6))
+    assert [n.op for n in captured.graph.nodes].count("call_module") == 2
+    for training in (False, True):
+        captured.module.train(training), model.train(training)
+        x, grads, results = torch.randn(5, 6), [], []
+        for module in (model, captured.module):
+            model.zero_grad()
+            results.append(module(x))
+            results[-1].sum().backward()
+            grads.append([p.grad for p in model.parameters()])
+        assert torch.equal(*results)
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_slice_that_stops_gradients_is_a_difference():
+    class Detaches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return self.last(x.detach() if self.training else x)
+
+    model = nn.Sequential(Detaches(), nn.Linear(6, 6))
+    assert list(autobd.capture(model, torch.randn(4, 6)).opaque) == ["0"]
 
 
 def test_captures_inside_inference_mode_and_no_grad():

@@ -201,6 +201,38 @@ def test_functional_dropout_follows_the_mode():
     assert not torch.equal(module.train()(x), module.train()(x))
 
 
+def masked_by_numpy(m, x):
+    if m.training:
+        mask = np.random.rand(*x.shape) < 0.2
+        x = x.masked_fill(torch.tensor(mask), 0)
+    return m.two(m.one(x))
+
+
+def skipped_by_torch(m, x):
+    if m.training and torch.rand([]) < 0.2:
+        return x
+    return m.two(m.one(x))
+
+
+@pytest.mark.parametrize("function", [masked_by_numpy, skipped_by_torch])
+def test_dice_that_steer_python_are_named_and_no_matter_for_a_teacher(function):
+    model = Inner(function)
+    with pytest.raises(CaptureError, match=r"Inner\.forward draws random numbers") as error:
+        autobd.capture(model, torch.randn(4, 6))
+    assert f"in {function.__name__}" in str(error.value)
+    assert "switch it off for distillation" in str(error.value)
+    assert "submodule" in str(error.value)
+    assert not autobd.capture(model, torch.randn(4, 6), train=False).opaque
+    whole = autobd.capture(Around(model), torch.randn(4, 6))
+    assert "draws random numbers" in whole.opaque["inner"]
+
+
+def test_a_value_with_dropout_before_it_is_not_taken_for_dice():
+    model = Inner(lambda m, x: m.one(x) if functional.dropout(x, 0.5, m.training).mean() > 0 else m.two(x))
+    with pytest.raises(CaptureError, match="uses the value of a tensor"):
+        autobd.capture(model, torch.randn(4, 6))
+
+
 def test_a_model_that_fails_on_the_example_says_where():
     with pytest.raises(CaptureError, match=r"module 'inner'.*fails on the example") as error:
         autobd.capture(Around(Inner(lambda m, x: m.one(x[:, :2]))), torch.randn(4, 6))
