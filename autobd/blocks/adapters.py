@@ -57,7 +57,7 @@ class Adapter:
         """The teacher's tensor in the student's layout, with the student's channels if the map is fixed: what the
         student block is to give, and what the next one gets."""
         if self.kind == "equal" and not self.changes_layout:
-            return tensor
+            return tensor.contiguous()  # the student may take a view that the teacher's strides forbid
         a, b = self.teacher, self.student
         tensor = tensor.movedim(a.channels + 1, -1)
         if self.kind == "matched":

@@ -88,6 +88,12 @@ def align(
     return None
 
 
+def most_blocks(pairs: list[CutPair], weights: tuple[int, int], flops: tuple[int, int]) -> int:
+    """The largest number of blocks that any chain of the pairs gives."""
+    progress = _progress([p.teacher for p in pairs]) | _progress([p.student for p in pairs])
+    return max(_chains(pairs, progress, weights, flops, len(pairs) + 1), default=1)
+
+
 def _most_balanced(chains: dict[int, Alignment]) -> Alignment | None:
     """The most blocks that are balanced; if fewer than four are, four or more with the smallest largest block."""
     if not chains:

@@ -112,7 +112,8 @@ def _described(
     names = {id(p): name for name, p in flow.captured.model.named_parameters()}
     parameters = list({id(p): p for n in nodes for p in flow.own_parameters(n)}.values())
     saved = {flow.storage(n): n for n in own if "shape" in n.meta}
-    given = {b.node for b in receives}
+    changed = frozenset().union(*(n.meta["mutates"] for n in nodes)) if nodes else frozenset()
+    given = {b.node for b in receives if flow.storage(b.node) not in changed}
     return Block(
         graph,
         inputs,

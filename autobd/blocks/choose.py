@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..errors import InputError, SplitError
 from ..tables import shape
 from .adapters import pair_tensors, positions
-from .align import Alignment, CutPair, align, matching
+from .align import Alignment, CutPair, align, matching, most_blocks
 from .cuts import Boundary, Cut, candidates, named
 from .dataflow import Dataflow
 
@@ -31,8 +31,7 @@ def found_cuts(flows: Flows, blocks: int | None, resample: bool) -> Alignment:
     alignment = None if sizes and blocks is None else align(pairs, weights, flops, blocks)
     if alignment is not None:
         return alignment
-    if not sizes and blocks is not None and align(pairs, weights, flops, None) is not None:
-        ceiling = max(k for k in range(2, len(cuts[0]) + 2) if align(pairs, weights, flops, k) is not None)
+    if not sizes and blocks is not None and (ceiling := most_blocks(pairs, weights, flops)) > 1:
         raise SplitError(
             f"{blocks} blocks were asked for.",
             given=f"blocks={blocks}",

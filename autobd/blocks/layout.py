@@ -83,6 +83,8 @@ class Layouts:
 
     def _axis(self, node: fx.Node) -> int | None:
         sizes = [c for _, c in node.meta["dims"]]
+        if not sizes:
+            return None
         if node.op == "call_module":
             layer = self._modules[str(node.target)]
             for name in _WIDTH:
@@ -108,7 +110,7 @@ class Layouts:
         known = min(inputs, default=Lowest.UNBOUNDED)
         if node.op == "call_module":
             layer = self._modules[str(node.target)]
-            layer = list(layer.children())[-1] if layer._modules else layer  # a norm with an activation inside
+            layer = [layer, *layer.children()][-1]  # a norm with an activation function inside
             if isinstance(layer, _PASSING_LAYERS):
                 return known
             return next((low for kind, low in _LOWEST_OF_LAYER.items() if isinstance(layer, kind)), Lowest.UNBOUNDED)

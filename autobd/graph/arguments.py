@@ -71,6 +71,10 @@ class Arguments:
         """Every value that is not a tensor, in the same order; a recording holds for these values only."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if not isinstance(leaf, Tensor)]
 
+    def names_equal(self, other: Arguments) -> bool:
+        """Whether both have the same structure: as many positional arguments, the same keywords and nested keys."""
+        return pytree.tree_structure((self.args, self.kwargs)) == pytree.tree_structure((other.args, other.kwargs))
+
     @property
     def rows(self) -> int:
         """The batch size: the first dimension of the first tensor that has one."""
@@ -146,4 +150,6 @@ def _required(model: nn.Module) -> int:
 def _accepted(kwargs: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     keeps_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {k: v for k, v in kwargs.items() if k not in TARGET_NAMES and (keeps_all or k in parameters)}
+    kept = [k for k in kwargs if k not in TARGET_NAMES and (keeps_all or k in parameters)]
+    order = {name: i for i, name in enumerate(parameters)}
+    return {k: kwargs[k] for k in sorted(kept, key=lambda k: (order.get(k, len(order)), k))}

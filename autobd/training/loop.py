@@ -133,7 +133,8 @@ def _check_like(pair: tuple[Arguments, Arguments], split: Split) -> None:
     for whose, given, captured in zip(("teacher", "student"), pair, (split.teacher, split.student), strict=True):
         example, rows, batch = captured.example, captured.example.rows, given.rows
         same = (
-            len(given.tensors) == len(example.tensors)
+            given.names_equal(example)
+            and len(given.tensors) == len(example.tensors)
             and given.constants == example.constants
             and all(
                 a.dtype == b.dtype

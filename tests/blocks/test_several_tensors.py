@@ -207,3 +207,47 @@ def test_every_block_has_something_to_learn():
     for blocks in (2, 3):
         split = autobd.split(Late(16, 0), Late(4, 1), torch.randn(4, 6), blocks=blocks)
         assert all(p.student.distilled and p.teacher.distilled for p in split.pairs), str(split)
+
+
+def test_what_a_block_changes_in_place_it_learns():
+    class Partly(nn.Module):
+        """Half of the channels are changed in place by every layer."""
+
+        def __init__(self, width, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4)) for _ in "1234"
+            )
+
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers:
+                x[:, :4] += layer(x)
+            return self.head(x)
+
+    result = autobd.distill(Partly(16, 0), Partly(4, 1), [torch.randn(4, 6)], progress=False)
+    assert all(p.student.distilled for p in result.split.pairs)
+    assert result.verification.exact
+
+
+def test_a_student_may_view_what_its_teacher_gives_with_other_strides():
+    class Tokens(nn.Module):
+        def __init__(self, transposed, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.stem, self.transposed = nn.Conv2d(3, 8, 3), transposed
+            self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.stem(x)
+            x = (
+                x.flatten(2).transpose(1, 2)
+                if self.transposed
+                else x.permute(0, 2, 3, 1).reshape(len(x), 16, 8).contiguous()
+            )
+            x = self.mix(x) if self.transposed else self.mix(x.view(len(x) * 16, 8)).view(len(x), 16, 8)
+            return self.head(x.mean(1))
+
+    autobd.distill(Tokens(True, 0), Tokens(False, 1), [torch.randn(4, 3, 6, 6)], blocks=2, progress=False)

@@ -119,3 +119,25 @@ def test_models_of_timm_and_torchvision_declare_their_input():
 def test_data_and_options_that_cannot_be_used(data, kwargs, message):
     with pytest.raises(InputError, match=message):
         run(data, **kwargs)
+
+
+def test_dicts_are_read_by_key_whatever_their_order():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(3, 6), nn.Linear(3, 6), nn.Linear(6, 2)
+
+        def forward(self, first, second):
+            return self.head(self.a(first) - self.b(second))
+
+    torch.manual_seed(0)
+    teacher, batches = Two(), [{"first": torch.randn(4, 3), "second": torch.randn(4, 3)} for _ in range(3)]
+    turned = [dict(reversed(b.items())) if i else b for i, b in enumerate(batches)]
+    students = [Two(), Two()]
+    students[1].load_state_dict(students[0].state_dict())
+    for student, data in zip(students, (batches, turned), strict=True):
+        autobd.distill(teacher, student, data, blocks=1, progress=False)
+    for key, value in students[0].state_dict().items():
+        assert torch.equal(value, students[1].state_dict()[key]), key
+    with pytest.raises(InputError, match="does not fit"):
+        autobd.distill(teacher, students[0], [batches[0], {"first": torch.randn(4, 3)}], blocks=1, progress=False)
