@@ -26,11 +26,11 @@ def left_behind(recorder: Recorder, counted: bool = False) -> Names:
     Arguments:
         counted: not what was added to a dict, and not what is a tensor: what a later call reads of it is recorded.
     """
-    in_place = {id(f) for f in recorder.ledger.fakes.values()}
     opened = _opened(recorder)
     left: dict[str, dict[str, None]] = defaultdict(dict)
     for module, name, value in recorder.attributes.rewritten():
-        if module in opened and id(value) not in in_place and not (counted and isinstance(value, Tensor)):
+        updated = module in opened and _is_own(recorder, opened[module], name, value)
+        if module in opened and not updated and not (counted and isinstance(value, Tensor)):
             left[opened[module]][name] = None
     for module, name, filled, key in recorder.attributes.added():
         if module in opened and not counted and not _is_table(recorder, filled[key]):
@@ -47,13 +47,12 @@ def forget_tables(recorder: Recorder) -> None:
 
 def set_after_calls(recorder: Recorder) -> dict[str, str]:
     """An attribute of each module recorded as one operation that was bound anew while that did not run."""
-    in_place = {id(f) for f in recorder.ledger.fakes.values()}
     opened, found = _opened(recorder), {}
     for path, module in recorder.model.named_modules():
         before = recorder.left_as.get(module)
         if module not in opened and before is not None and not (now := Bindings(module)).same(before):
             changed = now.changed_from(before)
-            if names := [n for n, value in changed.items() if id(value) not in in_place]:
+            if names := [n for n, value in changed.items() if not _is_own(recorder, path, n, value)]:
                 found[path] = names[0]
     return found
 
@@ -107,6 +106,11 @@ def _opened(recorder: Recorder) -> dict[nn.Module, str]:
         if path and (path.rpartition(".")[0] in whole or is_leaf(module)):
             whole.add(path)
     return {module: path for path, module in recorder.model.named_modules() if path not in whole}
+
+
+def _is_own(recorder: Recorder, path: str, name: str, value: Any) -> bool:
+    """Whether it is the fake of this very buffer, which `+=` binds."""
+    return recorder.ledger.origin.get(id(value)) == (f"{path}.{name}" if path else name)
 
 
 def _is_table(recorder: Recorder, value: Any) -> bool:

@@ -44,7 +44,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item, depth)
-    elif depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+    elif depth < 4 and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         for item in vars(value).values():
             yield from tensors_in(item, depth + 1)
 

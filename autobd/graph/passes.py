@@ -56,7 +56,7 @@ class Calls:
             left = left_behind(first)
             self._refuse(left, first)
             kept = [constants(first, left)]
-            seconds = self._seconds(first) if left or first.remembers else None
+            seconds, rebound = self._seconds(subject, first) if left or first.remembers else (None, set())
             subject.attributes.restore()
             other = self._first(subject, self.sizes[1])
             kept.append(constants(other, left))
@@ -64,7 +64,7 @@ class Calls:
             subject.attributes.restore()
         firsts = [first.recording, other.recording]
         if seconds is not None:
-            found = [difference(a, b, k) for a, b, k in zip(firsts, seconds, kept, strict=False)]
+            found = [difference(a, b, k, rebound) for a, b, k in zip(firsts, seconds, kept, strict=False)]
             found += [differing_constant(*kept), "" if len(seconds) < 2 else None]
             self._blame(next((path for path in found if path is not None), None), left, first)
         return firsts
@@ -82,10 +82,11 @@ class Calls:
         self._keep_whole(reasons or {reader: "reads what a module kept whole has set in the call before"}, first)
 
     def _refuse(self, left: Names, first: Recorder) -> None:
-        """Keep whole what no second call can clear: buffers that are bound anew, and attributes that are set on a
-        module which is recorded as one operation, after that."""
-        buffers = {p: [n for n in names if n in self.model.get_submodule(p)._buffers] for p, names in left.items()}
-        self._keep_whole({p: f"sets self.{names[0]} in its forward" for p, names in buffers.items() if names}, first)
+        """Keep whole what no second call can clear: buffers and parameters that are bound anew, and attributes of what
+        is recorded as one operation or that it may read."""
+        modules = {path: self.model.get_submodule(path) for path in left}
+        state = {p: [n for n in left[p] if n in m._buffers or n in m._parameters] for p, m in modules.items()}
+        self._keep_whole({p: f"sets self.{names[0]} in its forward" for p, names in state.items() if names}, first)
         set_later = set_after_calls(first)
         reasons = {p.rpartition(".")[0]: f"changes '{n}' of '{p}' after calling it" for p, n in set_later.items()}
         self._keep_whole(reasons, first)
@@ -96,17 +97,16 @@ class Calls:
     def _keep_whole(self, reasons: dict[str, str], recorder: Recorder) -> None:
         called = {}
         for path, reason in reasons.items():
-            while path not in recorder.called:  # it was reached by other means than a call
+            while path and (path not in recorder.called or path in self.leaves):  # it was reached by other means
                 path = path.rpartition(".")[0]
             called[path] = reason
-        for path, reason in called.items():
-            if path in ("", *self.leaves):
-                raise CaptureError(
-                    f"{type(self.model).__name__}.forward {reason}; a recording would freeze it.",
-                    given=", ".join(reasons),
-                    expected="a forward that does the same in every call",
-                    do="move these lines into a submodule of their own: it is then kept whole",
-                )
+        if "" in called:
+            raise CaptureError(
+                f"{type(self.model).__name__}.forward {called['']}; a recording would freeze it.",
+                given=", ".join(f"module '{path}'" for path in reasons if path) or None,
+                expected="a forward that does the same in every call",
+                do="move these lines into a submodule of their own: it is then kept whole",
+            )
         if called:
             raise KeptWhole(called)
 
@@ -116,8 +116,9 @@ class Calls:
         self.leaves.update(recorder.recording.opaque)
         return recorder
 
-    def _seconds(self, first: Recorder) -> list[Recording]:
-        """Calls at both batch sizes from where `first` has left the model, as many as do not fail."""
+    def _seconds(self, subject: Subject, first: Recorder) -> tuple[list[Recording], set[str]]:
+        """Calls at both batch sizes from where `first` has left the model, as many as do not fail; and the paths of
+        tensors that it has bound."""
         forget_tables(first)
         between, seconds = Subject(self.model), []
         for rows in self.sizes:
@@ -129,4 +130,4 @@ class Calls:
             changed = left_behind(recorder, counted=True)
             between.attributes.restore()
             self._keep_whole({p: f"changes self.{names[0]} in every call" for p, names in changed.items() if p}, first)
-        return seconds
+        return seconds, {path for key, (path, _) in between.tensors.items() if key not in subject.tensors}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx
@@ -39,23 +39,27 @@ def differing_constant(first: Constants, second: Constants) -> str | None:
     nodes = {path: node for node, path in second.items()}
     writers = [writers_in(next(iter(side)).graph) if side else {} for side in (first, second)]
     for node, path in first.items():
-        sides = [_Side(sources(n, w), {}, {}) for n, w in zip((node, nodes.get(path, node)), writers, strict=True)]
+        sides = [_Side(sources(n, w), {}, {}, ()) for n, w in zip((node, nodes.get(path, node)), writers, strict=True)]
         if path not in nodes or _parting(sides) is not None:
             return path.rpartition(".")[0]
     return None
 
 
-def difference(first: Recording, second: Recording, kept: Constants) -> str | None:
-    """Where two recordings are not the same operations on the same constants: the path of the module ("" is the root);
-    `second` reads those in `kept`."""
+def difference(first: Recording, second: Recording, kept: Constants, rebound: Collection[str]) -> str | None:
+    """Where two recordings are not the same operations on the same constants: the path of the module ("" is the root).
+
+    Arguments:
+        kept: nodes of `first` that `second` reads from attributes.
+        rebound: paths of the attributes that hold another tensor in `second` than in `first`.
+    """
     opaque = [path for path in second.opaque if path not in first.opaque]
     if opaque:
         return opaque[0]
     sides = []
-    for recording, given in ((first, kept), (second, {})):
+    for recording, given, later in ((first, kept, ()), (second, {}, rebound)):
         needed = live(recording.graph, recording.outputs, given)
         nodes = [n for n in recording.graph.nodes if n in needed and n not in given]
-        sides.append(_Side(nodes, given, recording.objects))
+        sides.append(_Side(nodes, given, recording.objects, later))
     at = _parting(sides)
     if at is not None:
         return blamed(sides[0].order, sides[1].order, at)
@@ -65,12 +69,15 @@ def difference(first: Recording, second: Recording, kept: Constants) -> str | No
 class _Side:
     """The operations of one recording, in order, and a name for each value that is the same in a repetition."""
 
-    def __init__(self, nodes: list[fx.Node], given: Constants, objects: Mapping[str, Any]) -> None:
-        self.names: dict[fx.Node, Any] = dict(given)
+    def __init__(
+        self, nodes: list[fx.Node], given: Constants, objects: Mapping[str, Any], rebound: Collection[str]
+    ) -> None:
+        self.names: dict[fx.Node, Any] = {node: ("kept", path) for node, path in given.items()}
         self.order: list[fx.Node] = []
         for node in nodes:
             if node.op == "get_attr":
-                self.names[node] = objects.get(str(node.target), node.target)
+                path = str(node.target)
+                self.names[node] = ("kept", path) if path in rebound else objects.get(path, path)
             else:
                 self.names[node] = len(self.order)
                 self.order.append(node)

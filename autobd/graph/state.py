@@ -50,8 +50,8 @@ class Attributes:
                     set_generator_state(*self._generators[id(value)])
 
     def rewritten(self) -> Iterator[tuple[nn.Module, str, Any]]:
-        """Attributes, buffers and entries of dicts that were bound to another value, with that value; other containers,
-        and those in attributes, that changed. A dict that gained keys is not named."""
+        """Attributes, buffers, parameters and entries of dicts that were bound to another value, with that value; other
+        containers, and those in attributes, that changed. What a dict has gained is not named."""
         for module, saved in self._saved.items():
             for name, (before, contents) in saved.items():
                 value = module.__dict__.get(name, _MISSING)
@@ -59,10 +59,10 @@ class Attributes:
                     if not _equal_primitives(value, before):
                         yield module, name, value
                 elif isinstance(value, dict) and not _same(value, contents):
-                    changed = {
-                        k: value.get(k, _MISSING) for k, v in contents.items() if value.get(k, _MISSING) is not v
-                    }
-                    yield from ((module, k if name == "_buffers" else name, v) for k, v in changed.items())
+                    state = name in ("_buffers", "_parameters")
+                    for key in {**contents, **value} if state else contents:
+                        if (now := value.get(key, _MISSING)) is not contents.get(key, _MISSING):
+                            yield module, key if state else name, now
                 elif (contents is not None and not _same(value, contents)) or (
                     id(value) in self._generators and generator_moved(*self._generators[id(value)])
                 ):
@@ -77,7 +77,7 @@ class Attributes:
         """Entries that the dicts in attributes have gained: module, attribute, dict, key."""
         for module, saved in self._saved.items():
             for name, (value, contents) in saved.items():
-                if isinstance(value, dict) and len(value) != len(contents):
+                if isinstance(value, dict) and name not in ("_buffers", "_parameters") and len(value) != len(contents):
                     yield from ((module, name, value, key) for key in value if key not in contents)
 
 

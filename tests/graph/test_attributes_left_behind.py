@@ -19,7 +19,7 @@ class Inner(nn.Module):
         super().__init__()
         self.one, self.two, self.function = nn.Linear(6, 6), nn.Linear(6, 6), function
         self.part = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-        self.numbers = None
+        self.numbers, self.start = None, torch.ones(6)
         self.table, self.flag, self.rows, self.count, self.seen = None, False, None, 0, {}
 
     def forward(self, x):
@@ -111,6 +111,30 @@ def table_changed_in_place(m, x):
     return m.two(m.one(x) + m.table)
 
 
+def read_before_it_is_set(m, x):
+    y = m.two(m.one(x) + m.start)
+    m.start = torch.arange(6).float()
+    return y
+
+
+def activation_read_before_it_is_set(m, x):
+    y = m.two(m.one(x) + m.start)
+    m.start = y.detach().mean(0)
+    return y
+
+
+def new_buffer(m, x):
+    if "late" not in m._buffers:
+        m.register_buffer("late", torch.arange(6).float())
+    return m.two(m.one(x) + m.late)
+
+
+def new_parameter(m, x):
+    y = m.two(m.one(x))
+    m.one.bias = nn.Parameter(torch.ones(6))
+    return y
+
+
 def memory(m, x):
     z = m.one(x) if m.table is None else m.one(x) + m.table
     m.table = z.detach().mean()
@@ -147,6 +171,10 @@ def removed_after_the_first_call(m, x):
 
 
 MEMORIES = [
+    read_before_it_is_set,
+    activation_read_before_it_is_set,
+    new_buffer,
+    new_parameter,
     hooks_on_a_layer,
     rows_of_the_first_call,
     table_of_the_first_batch,

@@ -83,9 +83,10 @@ def test_a_returned_object_that_a_graph_cannot_make_is_left_out_and_noted():
         def __init__(self, keys):
             self.keys = keys
 
-    captured = autobd.capture(Flexible(lambda y, h: {"logits": y, "cache": Cache(h)}), torch.randn(3, 4))
-    assert list(captured.outputs) == ["logits"]
-    assert "Cache" in captured.notes[0]
+    for make in (Cache, lambda h: Cache([Cache(Cache(h))])):
+        captured = autobd.capture(Flexible(lambda y, h, m=make: {"logits": y, "cache": m(h)}), torch.randn(3, 4))
+        assert list(captured.outputs) == ["logits"]
+        assert "Cache" in captured.notes[0]
 
 
 def test_graph_holds_the_users_own_submodules_and_parameters():
