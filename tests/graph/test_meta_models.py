@@ -111,16 +111,19 @@ def test_a_module_that_needs_values_is_an_error():
     assert "test_meta_models.py:" in str(error.value)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.timeout(600)
 def test_seven_billion_parameters_fit_into_two_gigabytes():
     script = """
-import resource, torch, autobd
+import re, torch, autobd
 from transformers import LlamaConfig, LlamaForCausalLM
 with torch.device("meta"):
     model = LlamaForCausalLM(LlamaConfig())
 assert sum(p.numel() for p in model.parameters()) > 6e9
 captured = autobd.capture(model, {"input_ids": torch.zeros(1, 128, dtype=torch.long)})
 assert captured.flops > 1e12 and not captured.opaque
-assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20, "kilobytes"
+# Not ru_maxrss: a started program inherits that of the process that started it.
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+assert peak < 2 * 2**20, f"{peak} kB"
 """
     subprocess.run([sys.executable, "-c", script], check=True)
