@@ -13,6 +13,7 @@ from torch import nn
 from .blocks import Split, Verification, split
 from .blocks.folding import Wanted
 from .blocks.hybrid import hybrid as hybrid_student
+from .blocks.initialise import weights_from_teacher
 from .blocks.pair import check_pair
 from .blocks.ties import Policy
 from .cluster import Cluster
@@ -23,7 +24,7 @@ from .graph.state import unwrapped
 from .planner import Plan, plan
 from .program import Program, build
 from .recipe import Recipe
-from .training import Batches, History, random_batches, train
+from .training import Batches, History, check_like, random_batches, train
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def distill(
         strategy: "auto", or a schedule by its name in the Pipe-BD paper (see `planner.plan`).
         recipe: loss, optimizer, learning rate and length; `epochs` overrides the same field.
         batch_size: rows per batch, for a dataset or tensor.
-        example: inputs to record the models with; default: the first batch.
+        example: inputs to record the models with, at any batch size; default: the first batch.
         inputs: `(for_teacher, for_student)`, callables from a batch to that model's arguments (None: as it is).
         blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
         init: "teacher" starts the student from the teacher's weights where shapes allow.
@@ -126,8 +127,8 @@ def distill(
             notes.append(f"no data was given: {len(data)} random batches, a smoke run only; the student is of no use")
             warnings.warn(notes[-1], stacklevel=2)
         batches = Batches(data, batch_size, seed)
-        first = to_pair(batches.first() if example is None else example)
-        pair_example = tuple(a.on(home) for a in first)
+        first = tuple(a.on(home) for a in to_pair(batches.first()))
+        pair_example = first if example is None else tuple(a.on(home) for a in to_pair(example))
         found = split(
             teacher,
             student,
@@ -144,11 +145,16 @@ def distill(
         for block in range(len(found)):
             recipe.for_block(block, len(found), found.logits)
         verification = found.verify()
-        found = found.fit(pair_example[0], verification.teacher_writes)
+        check_like(first, found)
+        found = found.fit(first[0], verification.teacher_writes)
         chosen = plan(found, cluster, strategy)
         program = build(chosen, found)
+        start = weights_from_teacher(found) if init == "teacher" else {}
+        if init == "teacher":
+            tensors = len({**dict(student.named_parameters()), **dict(student.named_buffers())})
+            notes.append(f'init="teacher" set {len(start)} of the student\'s {tensors} parameters and buffers')
         history, rank = train(
-            found, program, recipe, batches, to_pair, seed, progress, verification.teacher_writes, init == "teacher"
+            found, program, recipe, batches, to_pair, seed, progress, verification.teacher_writes, start
         )
     kept = hybrid_student(found, student, rank.maps.between())
     return Distilled(student, history, found, verification, chosen, program, tuple(notes), kept)

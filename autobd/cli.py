@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--adapters", choices=KINDS, default="auto", help="where channels differ")
         command.add_argument("--resample", action="store_true", help="allow cuts where image sizes differ")
         command.add_argument("--ties", choices=["auto", "first", "together"], default="auto", help="of shared weights")
+    inspect.add_argument("--hybrid", action="store_true", help="allow trainable adapters that cannot be folded")
     inspect.add_argument("--explain", action="store_true", help="also tell why these cuts")
     inspect.add_argument("--json", action="store_true", help="print plain values for machines")
     inspect.add_argument("--verify", action="store_true", help="also prove that the blocks are the models")
@@ -109,15 +110,25 @@ def _inspect(options: argparse.Namespace) -> None:
         raise InputError(
             f"{options.teacher} does not say what inputs it takes.", expected="--input, for example 3x224x224"
         )
-    found = split(teacher, student, example, blocks=options.blocks, cuts=_cuts(options), **_adapted(options))
+    found = split(
+        teacher,
+        student,
+        example,
+        blocks=options.blocks,
+        cuts=_cuts(options),
+        hybrid=options.hybrid,
+        **_adapted(options),
+    )
+    explanation = found.explain() if options.explain else None
+    verification = found.verify() if options.verify else None
     if options.json:
-        print(json.dumps(found.to_dict(), indent=2))
-        return
-    print(found)
-    if options.explain:
-        print(f"\n{found.explain()}")
-    if options.verify:
-        print(f"\n{found.verify()}")
+        print(json.dumps(found.to_dict() | _present(explanation=explanation, verification=verification), indent=2))
+    else:
+        print("\n\n".join(str(part) for part in (found, explanation, verification) if part is not None))
+
+
+def _present(**values: Any) -> dict[str, str]:
+    return {key: str(value) for key, value in values.items() if value is not None}
 
 
 def _adapted(options: argparse.Namespace) -> dict[str, Any]:

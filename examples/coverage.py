@@ -180,8 +180,7 @@ def table(title, heads, jobs, options):
             reason = " ".join(str(error).split()) if isinstance(error, autobd.AutobdError) else repr(error)
             row = ["NO", *["-"] * (len(heads) - 3), reason[:300]]
         rows.append([name, *row])
-        if options.names or row[0] == "NO":
-            print(*rows[-1], file=sys.stderr)
+        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
         gc.collect()
     good = sum(row[1] == "yes" for row in rows)
     print(f"\n## {title}: {good} of {len(rows)}\n")

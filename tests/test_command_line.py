@@ -149,6 +149,10 @@ def test_inspect_explains_itself_and_speaks_json(capsys):
     for block in values["blocks"]:
         for side in ("teacher", "student"):
             assert {"modules", "returns", "parameter_count", "flops", "activation_bytes"} <= set(block[side])
+    assert main([*pair, "--json", "--explain", "--verify"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert "places to cut" in values["explanation"]
+    assert "gradients" in values["verification"]
     whole = load_model("torchvision:resnet18")
     assert sum(b["teacher"]["parameter_count"] for b in values["blocks"]) == sum(p.numel() for p in whole.parameters())
 

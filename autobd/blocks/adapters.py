@@ -120,6 +120,8 @@ def adapter(teacher: Boundary, student: Boundary, resample: bool = False) -> Ada
     """
     if teacher.dtype != student.dtype or teacher.folded != student.folded:
         return None
+    if teacher.made_of and student.made_of and teacher.made_of.isdisjoint(student.made_of):
+        return None  # of two towers
     if not teacher.distilled:
         return Adapter(teacher, student, "equal") if teacher.shape == student.shape else None
     if not _same_positions(teacher, student) and not (resample and _resamplable(teacher, student)):
@@ -139,7 +141,9 @@ def pair_tensors(teacher: Cut, student: Cut, resample: bool = False) -> tuple[Ad
         found = [a for t in left if (a := adapter(t, wanted, resample)) is not None]
         if not found:
             return None
-        best = min(found, key=lambda a: (a.changes_layout, a.kind != "equal"))  # the first of equals
+        best = min(  # the first of equals
+            found, key=lambda a: (a.changes_layout, a.kind != "equal", a.teacher.made_of != wanted.made_of)
+        )
         left.remove(best.teacher)
         chosen.append(best)
     return tuple(chosen)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .adapters import Adapter, pair_tensors, positions
-from .cuts import Cut
+from .cuts import Cut, Value
 
 MOST_BLOCKS = 16
 _STUDENT_PASSES = 3  # forward and backward of the student against one forward of the teacher
@@ -40,12 +40,14 @@ class CutPair:
 class Alignment:
     """Pairs of cuts, in order, and the shares of the training work (teacher forward, student forward and backward).
 
-    `considered` lists what other numbers of blocks would have given: blocks, and the largest block's share.
+    `considered` lists what other numbers of blocks would have given: blocks, and the largest block's share; `resample`
+    tells whether other spatial sizes could be paired.
     """
 
     pairs: tuple[CutPair, ...]
     shares: tuple[float, ...]
     considered: tuple[tuple[int, float], ...] = ()
+    resample: bool = False
 
     @property
     def balanced(self) -> bool:
@@ -149,7 +151,7 @@ def _chains(
 
     always = torch.ones_like(position, dtype=torch.bool)
     between = cost(work[None] - work[:, None], weight[None] - weight[:, None], position[None] > position[:, None])
-    between[_crossed(pairs)] = torch.inf
+    between[crossed(pairs)] = torch.inf
     best = cost(work, weight, always) + penalty
     last = cost(1 - work, total - weight, always)
     came_from: list[Tensor] = []
@@ -184,22 +186,22 @@ def _penalty(pair: CutPair) -> float:
     return cost + _SEVERAL * (len(pair.adapters) - 1)
 
 
-def _crossed(pairs: list[CutPair]) -> tuple[list[int], list[int]]:
+def crossed(pairs: list[CutPair]) -> tuple[list[int], list[int]]:
     """Index pairs (row, column) of cut pairs that cannot follow each other: a block between would have nothing to
     learn, or a student's tensor passes through but its teacher's partner is another one."""
-    partners = [{a.student.node: a.teacher.node for a in p.adapters} for p in pairs]
-    learned = [[frozenset(t.node for t in c.distilled) for c in (p.student, p.teacher)] for p in pairs]
-    by_node: dict[fx.Node, list[int]] = defaultdict(list)
+    partners = [{a.student.value: a.teacher.value for a in p.adapters} for p in pairs]
+    learned = [[frozenset(t.value for t in c.distilled) for c in (p.student, p.teacher)] for p in pairs]
+    by_value: dict[Value, list[int]] = defaultdict(list)
     for i, sides in enumerate(learned):
-        for node in sides[0] | sides[1]:
-            by_node[node].append(i)
+        for value in sides[0] | sides[1]:
+            by_value[value].append(i)
     crossed = []
     for j, (partner, sides) in enumerate(zip(partners, learned, strict=True)):
-        for i in {i for side in sides for node in side for i in by_node[node]}:
+        for i in {i for side in sides for value in side for i in by_value[value]}:
             earlier, later = ((p.teacher.position, p.student.position) for p in (pairs[i], pairs[j]))
             if not (earlier[0] < later[0] and earlier[1] < later[1]):
                 continue
             idle = any(mine <= before for mine, before in zip(sides, learned[i], strict=True))
-            if idle or any(partner.get(node, other) is not other for node, other in partners[i].items()):
+            if idle or any(partner.get(value, other) != other for value, other in partners[i].items()):
                 crossed.append((i, j))
     return [i for i, _ in crossed], [j for _, j in crossed]

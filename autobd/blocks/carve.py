@@ -56,7 +56,7 @@ class Block:
 
 def carve(flow: Dataflow, cuts: list[Cut]) -> list[Block]:
     """The blocks between consecutive `cuts`, first to last; the last ends at the distilled output."""
-    last = (boundary(flow, flow.output),), len(flow.order) - 1
+    last = (boundary(flow, flow.output, len(flow.order) - 1),), len(flow.order) - 1
     blocks: list[Block] = []
     before: tuple[Boundary, ...] = ()
     start = 0

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import InputError, SplitError
-from ..tables import shape
 from .adapters import pair_tensors, positions
-from .align import Alignment, CutPair, align, matching, most_blocks
-from .cuts import Boundary, Cut, candidates, named
+from .align import Alignment, CutPair, align, crossed, matching, most_blocks
+from .cuts import Cut, candidates, named
 from .dataflow import Dataflow
 
 Flows = tuple[Dataflow, Dataflow]
@@ -22,7 +21,7 @@ def found_cuts(flows: Flows, blocks: int | None, resample: bool) -> Alignment:
             "blocks= asks for an impossible number.", given=blocks, expected="a whole number of at least 1"
         )
     if blocks == 1:
-        return Alignment((), (1.0,))
+        return Alignment((), (1.0,), resample=resample)
     cuts = candidates(flows[0]), candidates(flows[1])
     pairs = matching(*cuts, resample)
     weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
@@ -30,7 +29,7 @@ def found_cuts(flows: Flows, blocks: int | None, resample: bool) -> Alignment:
     sizes = "" if resample else _apart(*cuts)
     alignment = None if sizes and blocks is None else align(pairs, weights, flops, blocks)
     if alignment is not None:
-        return alignment
+        return replace(alignment, resample=resample)
     if not sizes and blocks is not None and (ceiling := most_blocks(pairs, weights, flops)) > 1:
         raise SplitError(
             f"{blocks} blocks were asked for.",
@@ -66,7 +65,7 @@ def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) ->
         if adapters is None:
             raise SplitError(
                 f"Block {len(pairs)}: the tensors at cut {tuple(entry)} do not go together.",
-                given=f"teacher {_rows(teacher)}, student {_rows(student)}",
+                given=f"teacher {teacher.shapes}, student {student.shapes}",
                 expected="equal positions (rows, columns or tokens; channels may differ) and dtypes",
                 do="cut elsewhere, or pass resample=True to interpolate other image sizes",
             )
@@ -79,15 +78,15 @@ def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) ->
                 given=f"cuts={list(cuts)}",
                 expected="cuts in the order of the forward pass",
             )
-        if pairs and not {t.node for t in student.distilled} - {t.node for t in pairs[-1].student.distilled}:
+        pairs.append(CutPair(replace(teacher, tensors=tuple(a.teacher for a in adapters)), student, adapters))
+        if any(crossed(pairs[-2:])):
             raise SplitError(
-                f"Block {len(pairs)}: the student's layers before cut {tuple(entry)} make nothing that crosses it.",
+                f"Block {len(pairs) - 1}: the layers before cut {tuple(entry)} cannot be learned as a block.",
                 given=f"cuts={list(cuts)}",
-                expected="a tensor that the block can learn",
+                expected="in both models a new tensor at the cut, and tensors that cross two cuts paired alike at both",
                 do="leave this cut out",
             )
-        pairs.append(CutPair(replace(teacher, tensors=tuple(a.teacher for a in adapters)), student, adapters))
-    return Alignment(tuple(pairs), ())
+    return Alignment(tuple(pairs), (), resample=resample)
 
 
 def _apart(teacher: list[Cut], student: list[Cut]) -> str:
@@ -101,15 +100,5 @@ def _apart(teacher: list[Cut], student: list[Cut]) -> str:
 
 
 def _shapes(cuts: list[Cut]) -> str:
-    shown = list(dict.fromkeys(_rows(cut) for cut in cuts))
+    shown = list(dict.fromkeys(cut.shapes for cut in cuts))
     return ", ".join(shown[:12]) + (" ..." if len(shown) > 12 else "") if shown else "no place"
-
-
-def _rows(cut: Cut) -> str:
-    return " + ".join(row(t) for t in cut.tensors)
-
-
-def row(tensor: Boundary) -> str:
-    """A tensor at a cut as text: "[N, 64, 56, 56] float32"."""
-    rows = "N" if tensor.folded == 1 else f"{tensor.folded}N"
-    return f"{shape((rows, *tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"

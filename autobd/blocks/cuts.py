@@ -10,11 +10,14 @@ import torch
 from torch import fx
 
 from ..errors import SplitError, nearest
+from ..tables import shape
 from .dataflow import Dataflow
 from .layout import Lowest
 
 _GAP = 0.2  # share of the FLOPs without a single-tensor cut from which on several tensors may cross
 _MOST_TENSORS = 6
+
+Value = tuple[fx.Node, int]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Boundary:
         folded: how many of its rows belong to one row of the batch (windows folded into the batch axis); mostly 1.
         channels: which axis of `shape` holds channels.
         lowest: how low its values reach.
+        version: counts in-place changes of it, of which some are the work of layers with weights.
         image: the model reads images, so that tokens may be their positions.
+        made_of: keys of the inputs, common to both models, that it is made of.
     """
 
     node: fx.Node
@@ -36,7 +41,9 @@ class Boundary:
     folded: int
     channels: int
     lowest: Lowest
+    version: int = 0
     image: bool = False
+    made_of: frozenset[str] = frozenset()
 
     @property
     def distilled(self) -> bool:
@@ -44,8 +51,21 @@ class Boundary:
         return self.dtype.is_floating_point
 
     @property
+    def value(self) -> Value:
+        """What tells it from every other tensor of the model, and from itself changed by other layers."""
+        return self.node, self.version
+
+    @property
     def width(self) -> int:
         return self.shape[self.channels] if self.shape else 1
+
+    @property
+    def rows(self) -> str:
+        """The first dimension as text: "N", or "4N" if four rows belong to one sample."""
+        return "N" if self.folded == 1 else f"{self.folded}N"
+
+    def __str__(self) -> str:
+        return f"{shape((self.rows, *self.shape))} {str(self.dtype).removeprefix('torch.')}"
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -84,18 +104,23 @@ class Cut:
     def distilled(self) -> tuple[Boundary, ...]:
         return tuple(t for t in self.tensors if t.distilled)
 
+    @property
+    def shapes(self) -> str:
+        """What crosses, as text: "N x 64 x 8 x 8 float32"."""
+        return " + ".join(map(str, self.tensors))
+
 
 def candidates(flow: Dataflow) -> list[Cut]:
     """The cuts that alignment chooses from, in order.
 
     Of several positions with the same single activation the last is taken, so that an in-place change of it belongs to
-    the block that makes it. Where a fifth of the model has no such position, borders that up to six tensors cross are
-    taken as well.
+    the block that makes it, unless layers with weights are in between. Where a fifth of the model has no such position,
+    borders that up to six tensors cross are taken as well.
     """
-    last: dict[frozenset[fx.Node], int] = {}
+    last: dict[frozenset[tuple[fx.Node, int]], int] = {}
     for position in range(len(flow.order)):
         if obstacle(flow, position) is None:
-            last[frozenset(flow.crossing[position])] = position
+            last[frozenset((n, flow.version(n, position)) for n in flow.crossing[position])] = position
     cuts = [cut_at(flow, position) for position in sorted(last.values())]
     single = [cut for cut in cuts if len(cut.distilled) == 1]
     edges = [(-1, 0.0), *((cut.position, cut.depth) for cut in single), (len(flow.order), 1.0)]
@@ -116,6 +141,12 @@ def obstacle(flow: Dataflow, position: int) -> str | None:
     odd = [n for n in live if not has_rows(n)]
     if odd:
         return f"'{odd[0].name}' crosses and does not have one row per sample"
+    mixed = [n for n in live if n in flow.layouts.mixed]
+    if mixed:
+        return f"the rows of '{mixed[0].name}', which crosses, are not in the order of the batch"
+    storages = [flow.storage(n) for n in live]
+    if any(flow.changes_after(n, position) and storages.count(flow.storage(n)) > 1 for n in live):
+        return "two views of a tensor cross that is changed in place later"
     distilled = [n for n in live if n.meta["dtype"].is_floating_point]
     if len(distilled) > _MOST_TENSORS:
         return f"{len(distilled)} tensors cross"
@@ -124,8 +155,8 @@ def obstacle(flow: Dataflow, position: int) -> str | None:
     return None
 
 
-def boundary(flow: Dataflow, node: fx.Node) -> Boundary:
-    """What is known of a node as a tensor at a cut."""
+def boundary(flow: Dataflow, node: fx.Node, position: int) -> Boundary:
+    """What is known of a node as a tensor at the cut at a position."""
     (folded, _), *rest = node.meta["dims"]
     return Boundary(
         node,
@@ -134,7 +165,9 @@ def boundary(flow: Dataflow, node: fx.Node) -> Boundary:
         folded,
         flow.layouts.channel_axis(node) - 1 if rest else 0,
         flow.layouts.lowest[node],
+        flow.version(node, position),
         flow.reads_images,
+        flow.made_of[node],
     )
 
 
@@ -147,7 +180,7 @@ def has_rows(node: fx.Node) -> bool:
 def cut_at(flow: Dataflow, position: int) -> Cut:
     """The cut at a position of `Dataflow.order` that has no `obstacle`."""
     crossing = sorted(flow.crossing[position], key=lambda n: flow.position[n])
-    tensors = sorted((boundary(flow, n) for n in crossing), key=lambda t: not t.distilled)
+    tensors = sorted((boundary(flow, n, position) for n in crossing), key=lambda t: not t.distilled)
     made_last = max((t.node for t in tensors if t.distilled), key=lambda n: flow.position[n])
     exits: list[str] = list(made_last.meta.get("exits", []))
     by_root = made_last.op != "call_module" and not made_last.meta["path"]
@@ -165,7 +198,7 @@ def cut_at(flow: Dataflow, position: int) -> Cut:
         tuple(tensors),
         position,
         border,
-        any(flow.last_change.get(flow.storage(t.node), -1) > position for t in tensors),
+        any(flow.changes_after(t.node, position) for t in tensors),
         any(at[0] <= position < at[-1] for at in flow.tied_weights.values()),
         flow.flops_until[position] / (flow.flops_until[-1] or 1),
         flow.weights_until[position],

@@ -8,6 +8,7 @@ activation  depends on inputs and parameters: computed once, crosses a cut if it
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from functools import cached_property
 from itertools import accumulate
 
@@ -25,12 +26,14 @@ class Dataflow:
         captured: the model.
         output: the name of the output that is distilled.
         trained: True for a student: it is also asked which weights are tied.
+        common: keys of the inputs that the other model gets as well (see `Arguments.keys`).
     """
 
-    def __init__(self, captured: Captured, output: str, trained: bool) -> None:
+    def __init__(self, captured: Captured, output: str, trained: bool, common: Collection[str] = ()) -> None:
         self.captured, self.output, self.trained = captured, captured.outputs[output], trained
         self.nodes = [n for n in captured.graph.nodes if n.op != "output"]
         self.position = {n: i for i, n in enumerate(self.nodes)}
+        self.common = common
         self.modules = dict(captured.model.named_modules())
         self.needs = self._needs()
         self._floats: dict[fx.Node, set[fx.Node]] = {}
@@ -140,9 +143,23 @@ class Dataflow:
         return found
 
     @cached_property
-    def last_change(self) -> dict[int | None, int]:
-        """Where in `order` each storage is last changed in place."""
-        return {storage: i for i, node in enumerate(self.order) for storage in node.meta["mutates"]}
+    def _changes(self) -> dict[int | None, list[int]]:
+        """Where in `order` each storage is changed in place."""
+        found: dict[int | None, list[int]] = defaultdict(list)
+        for i, node in enumerate(self.order):
+            for storage in node.meta["mutates"]:
+                found[storage].append(i)
+        return dict(found)
+
+    def changes_after(self, node: fx.Node, position: int) -> bool:
+        """Whether the tensor is changed in place behind a position."""
+        return any(at > position for at in self._changes.get(self.storage(node), ()))
+
+    def version(self, node: fx.Node, position: int) -> int:
+        """How many weights had been used when the tensor was last changed in place, up to a position; 0: never."""
+        return max(
+            (self.weights_until[at] for at in self._changes.get(self.storage(node), ()) if at <= position), default=0
+        )
 
     @cached_property
     def crossing(self) -> list[set[fx.Node]]:
@@ -165,6 +182,20 @@ class Dataflow:
     @cached_property
     def layouts(self) -> Layouts:
         return Layouts(self.nodes, self.modules)
+
+    @cached_property
+    def made_of(self) -> dict[fx.Node, frozenset[str]]:
+        """The keys of those inputs, common to both models, that each value is made of."""
+        keys = iter(self.captured.example.keys)
+        found: dict[fx.Node, frozenset[str]] = {}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                found[node] = frozenset([next(keys)]) & frozenset(self.common)
+            elif node.meta.get("size"):
+                found[node] = frozenset()
+            else:
+                found[node] = frozenset().union(*(found[n] for n in self.needs[node]))
+        return found
 
     @cached_property
     def reads_images(self) -> bool:
@@ -263,3 +294,9 @@ class Dataflow:
             return any(p.ndim >= 2 for used in {node} | self.floats(node) for p in self.own_parameters(used))
 
         return list(accumulate(int(weighs(node)) for node in self.order))
+
+
+def flows_of(teacher: Captured, student: Captured, outputs: tuple[str, str]) -> tuple[Dataflow, Dataflow]:
+    """The data flow of both models of a pair towards the outputs of these names."""
+    common = set(teacher.example.keys) & set(student.example.keys)
+    return Dataflow(teacher, outputs[0], False, common), Dataflow(student, outputs[1], True, common)

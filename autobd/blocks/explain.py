@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from ..tables import table
 from .adapters import pair_tensors
 from .align import CutPair
-from .choose import row
 from .cuts import Cut, candidates, obstacle
-from .dataflow import Dataflow
+from .dataflow import Dataflow, flows_of
 
 if TYPE_CHECKING:
     from .split import Split
@@ -20,11 +19,11 @@ _MOST_NAMES = 6
 
 def explain(split: Split) -> str:
     """The text of `Split.explain`."""
-    teacher = Dataflow(split.teacher, split.outputs[0], trained=False)
-    student = Dataflow(split.student, split.outputs[1], trained=True)
+    teacher, student = flows_of(split.teacher, split.student, split.outputs)
+    resample = split.alignment.resample
     cuts = candidates(teacher), candidates(student)
-    partners = [[any(pair_tensors(a, b) for b in cuts[1]) for a in cuts[0]]]
-    partners += [[any(pair_tensors(a, b) for a in cuts[0]) for b in cuts[1]]]
+    partners = [[any(pair_tensors(a, b, resample) for b in cuts[1]) for a in cuts[0]]]
+    partners += [[any(pair_tensors(a, b, resample) for a in cuts[0]) for b in cuts[1]]]
     parts = [
         "\n".join(
             [
@@ -73,7 +72,7 @@ def _passed_over(flow: Dataflow, cuts: list[Cut], partnered: list[bool]) -> list
             reasons[reason].append(paths[-1])
     for cut, has in zip(cuts, partnered, strict=True):
         if not has:
-            reasons[f"no partner for {' + '.join(row(t) for t in cut.tensors)}"].append(cut.name)
+            reasons[f"no partner for {cut.shapes}"].append(cut.name)
     return [f"  not at {_names(names)}: {reason}" for reason, names in reasons.items()]
 
 

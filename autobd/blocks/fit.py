@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..errors import NonFiniteError
 from ..graph import Arguments
 from ..graph.state import module_tensors, untouched
 from .adapters import Adapter, needs_nonnegative
 
 if TYPE_CHECKING:
-    from .split import Split
+    from .split import BlockPair, Split
 
 _MOST_SAMPLES = 16384
 
@@ -29,12 +30,14 @@ def fit(split: Split, arguments: Arguments, writes: Sequence[str] | None) -> Spl
     Arguments:
         arguments: a batch for the teacher.
         writes: tensors of the teacher that its forward changes and that are put back; None: any.
+
+    Errors: NonFiniteError for a teacher that gives NaN or infinite values.
     """
     if all(a.kind == "equal" for pair in split.pairs for a in pair.adapters):
         return split
     model, tensors = split.teacher.model, arguments.tensors
     boundary: tuple[Tensor, ...] = ()
-    pairs = []
+    pairs: list[BlockPair] = []
     own = dict(module_tensors(model).values())
     changed = [tensor for path, tensor in own.items() if writes is None or path in writes]
     with untouched(model, tensors=changed), torch.no_grad():
@@ -42,12 +45,12 @@ def fit(split: Split, arguments: Arguments, writes: Sequence[str] | None) -> Spl
         for pair, block in zip(split.pairs, split.bind_teacher(), strict=True):
             block.training = False
             boundary = block(*boundary, *(tensors[i] for i in pair.teacher.inputs))
-            fitted = tuple(_fitted(a, t) for a, t in zip(pair.adapters, boundary, strict=True))
+            fitted = tuple(_fitted(a, t, len(pairs)) for a, t in zip(pair.adapters, boundary, strict=True))
             pairs.append(replace(pair, adapters=fitted))
     return replace(split, pairs=tuple(pairs))
 
 
-def _fitted(adapter: Adapter, tensor: Tensor) -> Adapter:
+def _fitted(adapter: Adapter, tensor: Tensor, block: int) -> Adapter:
     if adapter.kind == "equal":
         return adapter
     wide, narrow = adapter.teacher.width, adapter.student.width
@@ -56,6 +59,13 @@ def _fitted(adapter: Adapter, tensor: Tensor) -> Adapter:
     samples = tensor.movedim(adapter.teacher.channels + 1, -1).reshape(-1, wide)
     step = max(1, len(samples) // _MOST_SAMPLES)
     samples = samples[::step].double()
+    if not samples.isfinite().all():
+        raise NonFiniteError(
+            f"Block {block}: the teacher's tensor '{adapter.teacher.node.name}' is not finite on the first batch.",
+            given=f"{int((~samples.isfinite()).sum())} of {samples.numel()} values are NaN or infinite",
+            expected="finite values, from which the adapter behind the block is chosen",
+            do="check the batch and the teacher's weights for NaN",
+        )
     moments = (samples.T @ samples / len(samples)).cpu()
     if needs_nonnegative(adapter) or bool((samples >= 0).all()):
         return replace(adapter, columns=select_columns(moments, narrow))

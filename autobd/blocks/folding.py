@@ -29,8 +29,6 @@ def layers_to_fold_into(block: Block, tensor: int, student: Captured) -> tuple[s
     weight nothing else reads; a depthwise convolution, a norm, an activation function or a shortcut forbids it (empty
     result).
     """
-    if tensor in _passed_on(block):
-        return ()
     reads = _reads(student)
     source, received = list(block.graph.nodes)[tensor], block.receives[tensor]
     names: list[str] = []
@@ -101,9 +99,9 @@ def with_kinds(
 
     Errors: InputError for an unknown kind or block; SplitError for a map that could not be folded.
     """
-    kinds = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(range(len(adapters)), wanted)
-    unknown = [k for k in kinds.values() if k not in KINDS]
-    if unknown or not all(isinstance(b, int) and 0 <= b < len(adapters) for b in kinds):
+    kinds = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(range(len(adapters) - 1), wanted)
+    known = all(k in KINDS for k in (kinds.values() if isinstance(wanted, Mapping) else [wanted]))
+    if not known or not all(isinstance(b, int) and 0 <= b < len(adapters) for b in kinds):
         raise InputError(
             "adapters= is not a kind of adapter.",
             given=repr(wanted),
@@ -111,10 +109,10 @@ def with_kinds(
         )
     chosen = []
     for number, behind in enumerate(adapters):
-        kind = kinds.get(number, "auto") if number + 1 < len(blocks) else "matched"
+        kind = kinds.get(number, "auto")
         chosen.append(
             tuple(
-                _of_kind(a, i, kind, number, blocks[number + 1], student, hybrid)
+                _of_kind(a, i, kind, number, blocks, student, hybrid)
                 if a.kind == "matched" and kind != "matched"
                 else a
                 for i, a in enumerate(behind)
@@ -124,8 +122,19 @@ def with_kinds(
 
 
 def _of_kind(
-    adapter: Adapter, tensor: int, kind: str, number: int, after: Block, student: Captured, hybrid: bool
+    adapter: Adapter, tensor: int, kind: str, number: int, blocks: Sequence[Block], student: Captured, hybrid: bool
 ) -> Adapter:
+    last = number + 1 == len(blocks)
+    if last or tensor in blocks[number].passes or tensor in _passed_on(blocks[number + 1]):
+        if kind == "auto":
+            return adapter
+        raise SplitError(
+            f"Block {number}: an adapter behind it cannot be trainable.",
+            given=f"'{adapter.student.node.name}' {'is the output' if last else 'crosses more than one cut'}",
+            expected="a tensor that one block makes and the next one takes up",
+            do=f'use adapters={{{number}: "matched"}}, or cut elsewhere',
+        )
+    after = blocks[number + 1]
     folds = layers_to_fold_into(after, tensor, student)
     if kind == "auto":
         return replace(adapter, kind="trainable", folds=folds) if folds and _gains(adapter) else adapter

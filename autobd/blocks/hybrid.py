@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..graph import Arguments
 from .split import Split
 from .verify import set_mode
@@ -29,7 +30,7 @@ class Hybrid(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         set_mode(list(self._blocks), self.training)
-        tensors = Arguments(args, kwargs).tensors
+        tensors = self._inputs(Arguments(args, Arguments.of(kwargs, self.student).kwargs))
         boundary: tuple[Tensor, ...] = ()
         for number, (pair, block) in enumerate(zip(self._split.pairs, self._blocks, strict=True)):
             boundary = tuple(
@@ -42,6 +43,19 @@ class Hybrid(nn.Module):
             )
             boundary = block(*boundary, *(tensors[i] for i in pair.student.inputs))
         return boundary[0]
+
+    def _inputs(self, given: Arguments) -> list[Tensor]:
+        """The tensors in the order of the recording, however they were passed."""
+        example = self._split.student.example
+        tensors = dict(zip(given.names(self.student), given.tensors, strict=True))
+        wanted = example.names(self.student)
+        if tensors.keys() != set(wanted):
+            raise InputError(
+                "The hybrid student was called with other arguments than it was split with.",
+                given=given.describe(),
+                expected=example.describe(),
+            )
+        return [tensors[name] for name in wanted]
 
 
 def hybrid(split: Split, student: nn.Module, maps: Mapping[tuple[int, int], Tensor]) -> Hybrid | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from ..graph import Captured
@@ -15,26 +14,29 @@ if TYPE_CHECKING:
     from .split import Split
 
 
-def initialise(split: Split, student: nn.Module) -> tuple[str, ...]:
-    """Copy the teacher's weights into `student`, a copy of the split's student, block by block.
+def weights_from_teacher(split: Split) -> dict[str, Tensor]:
+    """The teacher's tensors that the student can start from, by the student's keys.
 
-    Within a block pair the longest common sequence of layers of the same kind and shapes is copied, in the order of
-    the forward pass: a student with half the layers gets every other one, each from the block it replaces.
-
-    Returns: the student's tensors that were set. Tied weights keep what their first block gave them.
+    Within a block pair the longest common sequence of layers of the same kind and shapes is taken, in the order of the
+    forward pass: a student with half the layers gets every other one, each from the block it replaces. Tied weights
+    keep what their first block gave them.
     """
-    done: dict[str, None] = {}
-    target = {**dict(student.named_parameters()), **dict(student.named_buffers())}
-    source = {**dict(split.teacher.model.named_parameters()), **dict(split.teacher.model.named_buffers())}
+    teacher, student = split.teacher.model, split.student.model
+    source = {**dict(teacher.named_parameters(remove_duplicate=False)), **_buffers(teacher)}
+    target = {**dict(student.named_parameters(remove_duplicate=False)), **_buffers(student)}
+    keys = {id(t): name for name, t in (*student.named_parameters(), *student.named_buffers())}
+    found: dict[str, Tensor] = {}
     for pair in split.pairs:
-        teacher, student_layers = _layers(pair.teacher, split.teacher), _layers(pair.student, split.student)
-        for theirs, mine in _common([s for _, s in teacher], [s for _, s in student_layers]):
-            for from_name, to_name in zip(teacher[theirs][0], student_layers[mine][0], strict=True):
-                if to_name not in done and from_name in source and to_name in target:
-                    with torch.no_grad():
-                        target[to_name].copy_(source[from_name])
-                    done[to_name] = None
-    return tuple(done)
+        theirs, mine = _layers(pair.teacher, split.teacher), _layers(pair.student, split.student)
+        for i, j in _common([kind for _, kind in theirs], [kind for _, kind in mine]):
+            for from_name, to_name in zip(theirs[i][0], mine[j][0], strict=True):
+                if from_name in source and to_name in target:
+                    found.setdefault(keys[id(target[to_name])], source[from_name])
+    return found
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
 
 
 def _layers(block: Block, captured: Captured) -> list[tuple[list[str], tuple[object, ...]]]:

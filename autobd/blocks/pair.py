@@ -9,7 +9,6 @@ from torch import fx, nn
 from ..errors import InputError, SplitError
 from ..graph import Arguments, Captured
 from .adapters import Adapter, adapter
-from .choose import row
 from .cuts import boundary, has_rows
 from .dataflow import Dataflow
 
@@ -103,13 +102,13 @@ def output_adapter(flows: tuple[Dataflow, Dataflow]) -> Adapter:
                 given=f"'{flow.output.name}' {list(flow.output.meta['shape'])}",
                 expected="one row per sample",
             )
-    teacher, student = (boundary(flow, flow.output) for flow in flows)
+    teacher, student = (boundary(flow, flow.output, len(flow.order) - 1) for flow in flows)
     found = adapter(teacher, student)
     hidden = len(teacher.shape) > 1  # of a flat output, other sizes mean other classes
     if found is None or (found.kind != "equal" and not hidden) or found.resamples:
         raise SplitError(
             "The two models' outputs differ.",
-            given=f"teacher '{flows[0].output.name}' {row(teacher)}, student '{flows[1].output.name}' {row(student)}",
+            given=f"teacher '{flows[0].output.name}' {teacher}, student '{flows[1].output.name}' {student}",
             expected="outputs of equal shape (the same number of classes) and dtype",
             do="build the student with the teacher's number of classes",
         )

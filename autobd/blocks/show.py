@@ -21,7 +21,7 @@ def to_text(split: Split) -> str:
             i,
             " .. ".join(dict.fromkeys(pair.teacher.modules)),
             " .. ".join(dict.fromkeys(pair.student.modules)),
-            " + ".join(shape(("N", *b.shape)) for b in pair.teacher.returns),
+            " + ".join(shape((b.rows, *b.shape)) for b in pair.teacher.returns),
             "; ".join(str(a) for a in pair.adapters if str(a)) or "-",
             *_quantities([pair.teacher], [pair.student]),
         ]
@@ -46,7 +46,10 @@ def to_dict(split: Split) -> dict[str, Any]:
     def side(block: Block) -> dict[str, Any]:
         return {
             "modules": list(block.modules),
-            "returns": [{"shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch.")} for b in block.returns],
+            "returns": [
+                {"shape": list(b.shape), "rows_per_sample": b.folded, "dtype": str(b.dtype).removeprefix("torch.")}
+                for b in block.returns
+            ],
             **{name: getattr(block, name) for name in _COUNTS},
         }
 

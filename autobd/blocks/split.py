@@ -14,7 +14,7 @@ from .adapters import Adapter
 from .align import Alignment
 from .carve import Block, carve
 from .choose import found_cuts, given_cuts
-from .dataflow import Dataflow
+from .dataflow import flows_of
 from .explain import explain
 from .fit import fit
 from .folding import Wanted, with_kinds
@@ -153,7 +153,7 @@ def split(
         check_devices(model, args)
     captured = capture(teacher, arguments[0], train=False), capture(student, arguments[1])
     outputs = paired_outputs(*captured)
-    flows = Dataflow(captured[0], outputs[0], trained=False), Dataflow(captured[1], outputs[1], trained=True)
+    flows = flows_of(*captured, outputs)
     last = output_adapter(flows)
     found = given_cuts(cuts, flows, resample) if cuts is not None else found_cuts(flows, blocks, resample)
     sides = [[p.teacher for p in found.pairs], [p.student for p in found.pairs]]

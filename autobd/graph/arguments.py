@@ -67,6 +67,12 @@ class Arguments:
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     @property
+    def keys(self) -> list[str]:
+        """Where each tensor stands: "[0][1]" is the second positional argument, "[1]['mask']" a keyword."""
+        leaves = pytree.tree_leaves_with_path((self.args, self.kwargs))
+        return [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
+
+    @property
     def constants(self) -> list[Any]:
         """Every value that is not a tensor, in the same order; a recording holds for these values only."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if not isinstance(leaf, Tensor)]

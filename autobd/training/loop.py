@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..blocks import Split
-from ..blocks.initialise import initialise
 from ..errors import InputError
 from ..graph import Arguments
 from ..graph.state import Attributes, module_tensors, untouched
@@ -35,7 +34,7 @@ def train(
     seed: int,
     progress: bool,
     teacher_writes: Sequence[str] = (),
-    from_teacher: bool = False,
+    start: Mapping[str, Tensor] | None = None,
 ) -> tuple[History, Rank]:
     """Train the student of `split` in place, on one rank.
 
@@ -46,7 +45,7 @@ def train(
         to_pair: from a batch to the teacher's and the student's arguments.
         teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         progress: show a progress bar with the relative loss of each block.
-        from_teacher: start from the teacher's weights where shapes allow.
+        start: values that tensors of the student begin with, by key.
 
     Returns: the losses, and the rank's last state.
 
@@ -63,8 +62,8 @@ def train(
         stack.enter_context(untouched(teacher, tensors=[own[path] for path in teacher_writes]))
         teacher.eval()
         working.train()
-        if from_teacher:
-            initialise(split, working)
+        tensors = (*working.named_parameters(), *working.named_buffers())
+        _copy_all([(tensor, start[name]) for name, tensor in tensors if start and name in start])
         rank = Rank(split, working, recipe, seed)
         bar = stack.enter_context(
             tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
@@ -73,7 +72,7 @@ def train(
         for epoch in range(epochs):
             for batch in batches.epoch(epoch):
                 pair = to_pair(batch)
-                _check_like(pair, split)
+                check_like(pair, split)
                 rank.set_progress(history.steps / total if total else epoch / epochs)
                 step(rank, pair)
                 losses = rank.finish_step()
@@ -128,8 +127,11 @@ def _copy(student: nn.Module) -> nn.Module:
         attributes.restore()
 
 
-def _check_like(pair: tuple[Arguments, Arguments], split: Split) -> None:
-    """A recording holds for the example's shapes (at any batch size) and constants: refuse a batch that differs."""
+def check_like(pair: Sequence[Arguments], split: Split) -> None:
+    """A recording holds for the example's shapes (at any batch size) and constants.
+
+    Errors: InputError for the teacher's and the student's arguments if they differ from those.
+    """
     for whose, given, captured in zip(("teacher", "student"), pair, (split.teacher, split.student), strict=True):
         example, rows, batch = captured.example, captured.example.rows, given.rows
         same = (

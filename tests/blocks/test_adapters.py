@@ -16,7 +16,7 @@ from autobd.blocks.cuts import Boundary
 from autobd.blocks.fit import principal_components, select_columns
 from autobd.blocks.folding import folded, layers_to_fold_into
 from autobd.blocks.layout import Lowest
-from autobd.errors import InputError, SplitError
+from autobd.errors import InputError, NonFiniteError, SplitError
 
 FLOAT64 = {"rtol": 0, "atol": 1e-12}
 
@@ -288,6 +288,78 @@ def test_an_output_with_and_without_a_last_axis_is_refused():
 
 
 # ------------------------------------------------------------------ training
+
+
+class Passed(nn.Module):
+    """What `one` gives crosses two cuts and is read by a convolution that a map could be folded into."""
+
+    def __init__(self, width, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.Tanh())
+        self.two = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.Tanh())
+        self.first, self.second, self.head = nn.Conv2d(width, 4, 1), nn.Conv2d(width, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        one = self.one(x)
+        return self.head(self.first(self.two(one)) + self.second(one))
+
+
+def test_a_tensor_that_crosses_two_cuts_keeps_one_fixed_map():
+    x, cuts = torch.randn(4, 3, 6, 6), [("one", "one"), ("two", "two")]
+    split = autobd.split(Passed(8, 0), Passed(6, 1), x, cuts=cuts)
+    kinds = [{a.student.node.name.split("_")[0]: a.kind for a in p.adapters} for p in split.pairs]
+    assert kinds[:2] == [{"one": "matched"}, {"one": "matched", "two": "trainable"}]
+    for wanted in ("trainable", {0: "trainable"}, {1: "trainable"}):
+        with pytest.raises(SplitError, match=r"cannot be trainable(.|\n)*crosses more than one cut"):
+            autobd.split(Passed(8, 0), Passed(6, 1), x, cuts=cuts, adapters=wanted)
+
+
+def test_the_map_behind_the_last_block_cannot_be_trainable():
+    wide, narrow = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, w), nn.Unflatten(1, (1, w))) for w in (8, 4))
+    split = autobd.split(wide, narrow, torch.randn(4, 6), adapters="trainable", blocks=2, hybrid=True)
+    assert split.pairs[-1].adapters[0].kind == "matched"
+    with pytest.raises(SplitError, match=r"Block 1(.|\n)*is the output"):
+        autobd.split(wide, narrow, torch.randn(4, 6), adapters={1: "trainable"}, blocks=2, hybrid=True)
+
+
+def test_maps_are_fitted_on_the_first_batch_whatever_the_models_were_recorded_with():
+    batches = [torch.randn(16, 6).double() for _ in range(2)]
+    students = []
+    for example in (None, torch.zeros(2, 6).double(), torch.full((2, 6), float("nan")).double()):
+        student = linear((6, 4, 3), 1)
+        autobd.distill(linear((6, 8, 3), 0), student, batches, example=example, adapters="matched", progress=False)
+        students.append(student.state_dict())
+    for other in students[1:]:
+        assert all(torch.equal(students[0][key], other[key]) for key in other)
+
+
+def test_a_first_batch_that_is_not_finite_is_named():
+    with pytest.raises(NonFiniteError, match=r"Block \d: the teacher's tensor '\w+' is not finite on the first batch"):
+        autobd.distill(
+            linear((6, 8, 3), 0), linear((6, 4, 3), 1), [torch.full((4, 6), torch.nan).double()], progress=False
+        )
+
+
+def test_a_hybrid_student_takes_its_inputs_in_any_order():
+    class Two(nn.Module):
+        def __init__(self, width, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.one, self.two, self.norm = nn.Linear(6, width), nn.Linear(4, width), nn.LayerNorm(width)
+            self.middle, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+        def forward(self, a, b):
+            return self.head(torch.tanh(self.middle(self.norm(self.one(a) - torch.tanh(self.two(b))))))
+
+    a, b = torch.randn(8, 6), torch.randn(8, 4)
+    kwargs = {"adapters": "trainable", "hybrid": True, "progress": False}
+    hybrid = autobd.distill(Two(12, 0), Two(7, 1), [(a, b)], **kwargs).hybrid.eval()
+    expected = hybrid(a, b)
+    for output in (hybrid(a, b=b), hybrid(a=a, b=b), hybrid(b=b, a=a)):
+        assert torch.equal(output, expected)
+    with pytest.raises(InputError, match="other arguments"):
+        hybrid(a)
 
 
 def linear(widths, seed):

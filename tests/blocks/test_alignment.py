@@ -15,6 +15,7 @@ import autobd
 from autobd.blocks.align import align, matching
 from autobd.blocks.cuts import candidates
 from autobd.blocks.dataflow import Dataflow
+from autobd.blocks.initialise import weights_from_teacher
 from autobd.errors import SplitError
 
 RELAXED = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -124,10 +125,59 @@ def test_the_split_explains_what_was_chosen_and_what_was_passed_over():
     assert "largest" in text
 
 
+def test_the_explanation_counts_partners_of_other_sizes_only_where_they_are_allowed():
+    def net(stride):
+        layers = nn.Conv2d(3, 4, 3, stride, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+    for resample, partners in ((False, 2), (True, 6)):
+        split = autobd.split(net(1), net(2), torch.randn(2, 3, 8, 8), resample=resample, cuts=[("5", "5")])
+        assert f"{partners} have a partner" in split.explain()
+
+
+def test_given_cuts_that_change_partners_of_what_passes_through_are_refused():
+    class PreviousTwo(nn.Module):
+        def __init__(self, width, cells, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.cells = nn.ModuleList(nn.Sequential(nn.Linear(16, width), nn.Linear(width, 8)) for _ in range(cells))
+
+        def forward(self, x):
+            before = now = self.stem(x)
+            for cell in self.cells:
+                before, now = now, cell(torch.cat([now, before], -1))
+            return self.head(before + now)
+
+    with pytest.raises(SplitError, match=r"Block 1(.|\n)*paired alike at both"):
+        autobd.split(PreviousTwo(9, 6, 0), PreviousTwo(6, 6, 1), torch.randn(4, 6),
+                     cuts=[("cells.1", "cells.1"), ("cells.3", "cells.2")])  # fmt: skip
+
+
 def test_without_a_common_cut_both_sides_are_shown():
     with pytest.raises(SplitError, match=r"no common cut(.|\n)*teacher can be cut at: N x 8 (.|\n)*student can be cut"):
         autobd.split(mlp(8), nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 3), nn.Linear(3, 3), nn.Flatten(1)),
                      torch.randn(4, 6))  # fmt: skip
+
+
+def test_starting_weights_are_found_under_every_name_of_a_tied_one():
+    class Net(nn.Module):
+        def __init__(self, tied, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.embed, self.one, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+            if tied:
+                self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(torch.relu(self.one(self.embed(x))))
+
+    x = torch.randint(0, 9, (4, 5))
+    for tied in itertools.product((False, True), repeat=2):
+        teacher, student = Net(tied[0], 0), Net(tied[1], 1)
+        start = weights_from_teacher(autobd.split(teacher, student, x, blocks=2))
+        assert start.keys() == dict(student.named_parameters()).keys()
+        assert all(torch.equal(value, teacher.state_dict()[key]) for key, value in start.items())
 
 
 def test_a_student_may_start_from_its_teachers_weights():
@@ -140,7 +190,10 @@ def test_a_student_may_start_from_its_teachers_weights():
     teacher[0][1].running_mean.add_(3.0)
     recipe = autobd.Recipe(lr=0.0, optimizer=torch.optim.SGD)
     x = torch.randn(8, 6)
-    autobd.distill(teacher, student, [x], recipe=recipe, init="teacher", cuts=[("1", "0"), ("3", "1")], progress=False)
+    result = autobd.distill(
+        teacher, student, [x], recipe=recipe, init="teacher", cuts=[("1", "0"), ("3", "1")], progress=False
+    )
+    assert 'init="teacher" set 16 of the student\'s 16 parameters and buffers' in result.notes
     for mine, theirs in (("0.0", "0.0"), ("1.0", "2.0"), ("2", "4")):
         assert torch.equal(student.get_submodule(mine).weight, teacher.get_submodule(theirs).weight)
     assert student[0][1].running_mean.sum() > 10  # the statistics too, then one step of the student's own
