@@ -40,7 +40,7 @@ def main():
         "input_ids": torch.zeros(8, 128, dtype=torch.long),
         "attention_mask": torch.ones(8, 128, dtype=torch.long),
     }
-    resnets = torchvision.models.resnet34(), torchvision.models.resnet18()
+    resnets = torchvision.models.resnet50(), torchvision.models.resnet18()
     jobs = {
         "capture torchvision resnet50": (autobd.capture, torchvision.models.resnet50(), image),
         "capture timm vit_base": (autobd.capture, timm.create_model("vit_base_patch16_224"), image),
@@ -50,7 +50,7 @@ def main():
             timm.create_model("nasnetalarge"),
             torch.randn(8, 3, 331, 331),
         ),
-        "split resnet34 -> resnet18": (lambda pair, example: autobd.split(*pair, example), resnets, image),
+        "split resnet50 -> resnet18": (lambda pair, example: autobd.split(*pair, example), resnets, image),
     }
     rows = [(name, *seconds(lambda job=job: job[0](*job[1:]))) for name, job in jobs.items()]
     print(tabulate(rows, ["", "first, s", "median, s"], "simple", floatfmt=".2f"))
