@@ -115,9 +115,15 @@ class Arguments:
         return self.map(empty)
 
     def head(self, rows: int) -> Arguments:
-        """The first `rows` rows of every tensor that carries the batch."""
+        """The first `rows` rows of every tensor that carries the batch, from the start again if there are fewer."""
         batch = self.rows
-        return self.map(lambda t: t[:rows] if t.ndim and t.shape[0] == batch else t)
+
+        def taken(tensor: Tensor) -> Tensor:
+            if not tensor.ndim or tensor.shape[0] != batch:
+                return tensor
+            return tensor[:rows] if rows <= batch else tensor[torch.arange(rows, device=tensor.device) % batch]
+
+        return self.map(taken)
 
     def names(self, model: nn.Module) -> list[str]:
         """A name for each tensor: the parameter of `model.forward` that takes it, numbered where it is nested."""

@@ -170,6 +170,14 @@ def test_verify_finds_what_depends_on_the_batch_size_in_python():
         autobd.split(Capped(), Capped(), torch.randn(8, 3), blocks=2).verify()
 
 
+def test_an_example_of_one_row_is_enough_for_a_norm_over_the_batch():
+    def net(width):
+        return torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2))
+
+    for rows in (1, 2, 3, 4):
+        assert autobd.split(net(8), net(4), torch.randn(rows, 3)).verify().exact
+
+
 def test_captured_and_blocks_run_at_other_batch_sizes():
     for name in ("torchvision swin_t", "HF DistilBERT"):
         make, example = STOCK[name]
