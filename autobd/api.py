@@ -23,6 +23,7 @@ from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .planner import Plan, plan
 from .program import Program, build
+from .ranks import open as open_ranks
 from .recipe import Recipe
 from .training import Batches, History, check_like, random_batches, train
 
@@ -61,7 +62,9 @@ def distill(
     data: Any = None,
     *,
     devices: str | int | Sequence[str] = "auto",
-    strategy: str = "auto",
+    strategy: str | Plan = "auto",
+    threads: int | None = None,
+    timeout: float = 300.0,
     recipe: Recipe | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
@@ -88,8 +91,11 @@ def distill(
         data: DataLoader, Dataset (of samples), tensor (rows are samples), or other iterable (of batches). A batch is a
             tensor, `(inputs, targets)`, several inputs, or a dict of keyword arguments; targets are not used. None: a
             smoke run on random inputs.
-        devices: "auto", 1 or a device name: one rank.
-        strategy: "auto", or a schedule by its name in the Pipe-BD paper (see `planner.plan`).
+        devices: one rank for each: "auto" (all GPUs; without one, the device that the models are on), a number of
+            them, or names such as `["cuda:0", "cuda:1"]` or `["cpu"] * 2`.
+        strategy: "auto", a schedule by its name in the Pipe-BD paper, or a `Plan` (see `planner.plan`).
+        threads: of each rank on a CPU; default: the cores, shared evenly.
+        timeout: seconds after which a rank that does not answer is an error.
         recipe: loss, optimizer, learning rate and length; `epochs` overrides the same field.
         batch_size: rows per batch, for a dataset or tensor.
         example: inputs to record the models with, at any batch size; default: the first batch.
@@ -118,7 +124,11 @@ def distill(
     to_pair = _to_pair(teacher, student, inputs, example)
     home = next(student.parameters()).device
     cluster = Cluster.of(devices, home)
-    with same_randomness(teacher, student), torch.inference_mode(False):
+    with (
+        same_randomness(teacher, student),
+        torch.inference_mode(False),
+        open_ranks(cluster, timeout, threads) as group,
+    ):
         torch.manual_seed(seed)
         notes = []
         if data is None:
@@ -153,10 +163,19 @@ def distill(
         if init == "teacher":
             tensors = len({**dict(student.named_parameters()), **dict(student.named_buffers())})
             notes.append(f'init="teacher" set {len(start)} of the student\'s {tensors} parameters and buffers')
-        history, rank = train(
-            found, program, recipe, batches, to_pair, seed, progress, verification.teacher_writes, start
+        history, maps = train(
+            found,
+            program,
+            recipe,
+            batches,
+            to_pair,
+            seed,
+            progress,
+            group,
+            verification.teacher_writes,
+            start,
         )
-    kept = hybrid_student(found, student, rank.maps.between())
+    kept = hybrid_student(found, student, maps)
     return Distilled(student, history, found, verification, chosen, program, tuple(notes), kept)
 
 

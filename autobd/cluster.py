@@ -18,28 +18,46 @@ class Cluster:
 
     @classmethod
     def of(cls, devices: str | int | Sequence[str], home: torch.device) -> Cluster:
-        """From `"auto"` or 1 (the device that the models are on), a device name, or a list of one.
+        """From `"auto"` (all GPUs; without one, `home`), a number of devices, a name, or names.
 
-        Errors: InputError for more than one device, an unknown one, or one that the models are not on.
+        Arguments:
+            home: the device that the models are on.
+
+        Errors: InputError for an unknown device, or more GPUs than there are.
         """
-        if devices in ("auto", 1):
-            return cls((str(home),))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if devices == "auto":
+            return cls(tuple(f"cuda:{i}" for i in range(gpus)) if gpus > 1 else (str(home),))
+        if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
+            if devices == 1:
+                return cls((str(home),))
+            if gpus and devices > gpus:
+                raise InputError(
+                    "There are not so many GPUs.",
+                    given=f"devices={devices}",
+                    expected=f"at most {gpus}",
+                    do='pass names to share one, such as devices=["cuda:0"] * 2, or ["cpu"] * 2 for the CPU',
+                )
+            return cls(tuple(f"cuda:{i}" if gpus else "cpu" for i in range(devices)))
         names = (devices,) if isinstance(devices, str) else devices
-        if isinstance(names, int) or not isinstance(names, (tuple, list)) or len(names) != 1:
+        if not isinstance(names, (tuple, list)) or not names:
             raise InputError(
-                "This version runs on one rank.", given=f"devices={devices!r}", expected='"auto", 1 or one device name'
+                "devices= is no number of devices and names none.",
+                given=f"devices={devices!r}",
+                expected='"auto", a number of at least 1, a device name, or a list of names',
             )
-        try:
-            device = torch.device(names[0])
-        except (RuntimeError, TypeError):
-            raise InputError(
-                "No such device.", given=f"devices={devices!r}", expected='a name such as "cpu" or "cuda:0"'
-            ) from None
-        if device.type != home.type or (device.index or 0) != (home.index or 0):
-            raise InputError(
-                "The models are on another device.",
-                given=f"devices={devices!r}, models on {home}",
-                expected="the device that both models are on",
-                do=f"move both with .to('{device}') first",
-            )
-        return cls((str(device),))
+        return cls(tuple(_known(name, devices, gpus) for name in names))
+
+
+def _known(name: object, given: object, gpus: int) -> str:
+    try:
+        device = torch.device(name)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        raise InputError(
+            "No such device.", given=f"devices={given!r}", expected='a name such as "cpu" or "cuda:0"'
+        ) from None
+    if device.type == "cuda":
+        if (device.index or 0) >= gpus:
+            raise InputError("No such GPU.", given=f"devices={given!r}", expected=f"one of {gpus} GPUs")
+        return f"cuda:{device.index or 0}"
+    return str(device)

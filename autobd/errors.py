@@ -44,6 +44,14 @@ class SplitError(AutobdError):
     """A pair of models that cannot be split into matching blocks as asked."""
 
 
+class PlanError(AutobdError):
+    """A schedule that cannot be run: blocks trained twice or never, shares that are not the batch, a deadlock."""
+
+
+class RankError(AutobdError):
+    """A rank that failed, was killed or does not answer."""
+
+
 class VerifyError(AutobdError):
     """Blocks that do not reproduce the model they were carved from."""
 

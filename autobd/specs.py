@@ -97,6 +97,8 @@ def _torchvision(name: str, kwargs: dict[str, Any]) -> Any:
         )
     if name in ("googlenet", "inception_v3"):
         kwargs = {"init_weights": True, **kwargs}
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        kwargs = {"weights_backbone": None, **kwargs}  # pretrained by default, also where `weights` are not
     return _call(models.get_model, {"name": name, **kwargs}, f"torchvision:{name}")
 
 

@@ -7,7 +7,10 @@ import pytest
 
 import autobd
 
-ORDER = ["errors", "tables", "cluster", "graph", "blocks", "recipe", "planner", "program", "runtime", "training", "api"]
+ORDER = [
+    *("errors", "tables", "cluster", "graph", "blocks", "recipe", "ranks"),
+    *("planner", "program", "runtime", "training", "api"),
+]
 PACKAGE = Path(autobd.__file__).parent
 
 

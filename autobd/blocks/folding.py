@@ -29,7 +29,7 @@ def layers_to_fold_into(block: Block, tensor: int, student: Captured) -> tuple[s
     weight nothing else reads; a depthwise convolution, a norm, an activation function or a shortcut forbids it (empty
     result).
     """
-    reads = _reads(student)
+    reads, keys = _reads(student), {id(p): name for name, p in student.model.named_parameters()}
     source, received = list(block.graph.nodes)[tensor], block.receives[tensor]
     names: list[str] = []
     todo = [(source, received.channels + 1)]
@@ -43,7 +43,7 @@ def layers_to_fold_into(block: Block, tensor: int, student: Captured) -> tuple[s
             if after is not None:
                 todo.append((user, after))
             elif layer is not None and _takes_map(layer, axis, node) and reads[id(layer.weight)] == 1:
-                names.append(str(user.target))
+                names.append(keys[id(layer.weight)].removesuffix(".weight"))
             else:
                 return ()
     return tuple(sorted(names))

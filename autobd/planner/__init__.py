@@ -1,5 +1,6 @@
 """From costs to a plan."""
 
-from .plan import Assignment, Plan, plan
+from .plan import Assignment, Plan
+from .strategies import STRATEGIES, plan
 
-__all__ = ["Assignment", "Plan", "plan"]
+__all__ = ["STRATEGIES", "Assignment", "Plan", "plan"]

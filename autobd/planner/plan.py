@@ -1,17 +1,18 @@
-"""Which rank trains which blocks on which rows: `Plan`, and the strategies on one rank."""
+"""Which rank trains which blocks on which rows: `Plan`."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
-from ..blocks import Split
-from ..cluster import Cluster
-from ..errors import InputError, nearest
+from ..errors import PlanError
 from ..tables import table
 
-Source = Literal["relay", "prefix"]
-STRATEGIES = ("auto", "dp", "ls", "tr", "tr+dpu", "ir", "ahd")
+Source = Literal["relay", "prefix", "store"]
+SOURCES = ("relay", "prefix", "store")
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,9 @@ class Assignment:
 
     Attributes:
         ranks: its replicas; `rows`: each replica's share of a batch of `Plan.batch_size`.
-        source: where the teacher's boundary comes from: "relay" (each teacher block runs once, boundaries are passed
-            on) or "prefix" (the teacher is run again from the start: DP and LS).
+        source: where the teacher's boundary before the first block comes from: "relay" (the assignment that trains the
+            block before passes it on), "prefix" (the teacher is run again from the start: DP and LS) or "store" (the
+            assignment holds all blocks, so that nothing comes from elsewhere: IR).
     """
 
     blocks: tuple[int, ...]
@@ -29,15 +31,89 @@ class Assignment:
     rows: tuple[int, ...]
     source: Source
 
+    @property
+    def replicated(self) -> bool:
+        return len(self.ranks) > 1
+
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule: `strategy` by the paper's name, and who does what, in order."""
+    """A schedule: `strategy` by the paper's name, and who does what, in the order in which a rank does it."""
 
     strategy: str
     batch_size: int
     devices: tuple[str, ...]
     assignments: tuple[Assignment, ...]
+
+    @property
+    def barrier(self) -> bool:
+        """Whether all ranks wait for each other before they update (Pipe-BD's TR without DPU)."""
+        return self.strategy == "tr" and len(self.devices) > 1
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks that have nothing to do."""
+        busy = {r for a in self.assignments for r in a.ranks}
+        return tuple(r for r in range(len(self.devices)) if r not in busy)
+
+    def blocks_of(self, rank: int) -> str:
+        """What a rank trains, as text."""
+        return "blocks " + ", ".join(str(b) for a in self.assignments if rank in a.ranks for b in a.blocks)
+
+    def before(self, assignment: Assignment) -> Assignment | None:
+        """The assignment that passes a boundary on to this one; None if it starts from the data."""
+        if assignment.source != "relay" or assignment.blocks[0] == 0:
+            return None
+        return next(a for a in self.assignments if a.blocks[-1] == assignment.blocks[0] - 1)
+
+    def check(self, blocks: int) -> None:
+        """Refuse a plan that does not train each of `blocks` blocks exactly once. Errors: PlanError."""
+        trained = Counter(b for a in self.assignments for b in a.blocks)
+        for block in range(blocks):
+            if trained[block] != 1:
+                raise PlanError(
+                    f"The plan trains block {block} {trained[block]} times.",
+                    given=f"blocks {[a.blocks for a in self.assignments]}",
+                    expected=f"each of blocks 0 to {blocks - 1} once",
+                )
+        if set(trained) - set(range(blocks)):
+            raise PlanError(
+                "The plan names blocks that do not exist.", given=sorted(trained), expected=f"{blocks} blocks"
+            )
+        for number, a in enumerate(self.assignments):
+            self._check_assignment(number, a)
+
+    def _check_assignment(self, number: int, a: Assignment) -> None:
+        where = f"Assignment {number} of the plan"
+        if a.blocks != tuple(range(a.blocks[0], a.blocks[-1] + 1)):
+            raise PlanError(f"{where} has blocks with gaps.", given=a.blocks, expected="consecutive blocks")
+        if not a.ranks or len(set(a.ranks)) != len(a.ranks) or not set(a.ranks) <= set(range(len(self.devices))):
+            raise PlanError(
+                f"{where} has impossible ranks.",
+                given=a.ranks,
+                expected=f"different numbers from 0 to {len(self.devices) - 1}",
+            )
+        if len(a.rows) != len(a.ranks) or min(a.rows) < 1 or sum(a.rows) != self.batch_size:
+            raise PlanError(
+                f"{where}: the shares are not the batch.",
+                given=f"rows {a.rows} for ranks {a.ranks}",
+                expected=f"one positive share for each rank, {self.batch_size} rows in all",
+            )
+        if a.source not in SOURCES or (a.source == "store" and a.blocks[0] != 0):
+            raise PlanError(
+                f"{where} has an impossible source.",
+                given=f"{a.source!r} for blocks from {a.blocks[0]}",
+                expected='"relay", "prefix", or "store" for blocks from 0',
+            )
+        if a.source == "relay" and a.blocks[0] != 0:
+            sources = [other for other in self.assignments if other.blocks[-1] == a.blocks[0] - 1]
+            if not sources or set(sources[0].ranks) & set(a.ranks):
+                raise PlanError(
+                    f"{where}: nobody else passes the boundary before block {a.blocks[0]} on.",
+                    given=f"ranks {a.ranks}, blocks {a.blocks}",
+                    expected=f"an assignment on other ranks that ends at block {a.blocks[0] - 1}",
+                    do="join the two assignments, or give this one other ranks",
+                )
 
     def __str__(self) -> str:
         rows = [
@@ -49,31 +125,25 @@ class Plan:
             ]
             for a in self.assignments
         ]
-        return f"strategy {self.strategy}, batch size {self.batch_size}\n" + table(
+        text = f"strategy {self.strategy}, batch size {self.batch_size}\n" + table(
             ["blocks", "ranks", "rows", "teacher"], rows
         )
+        idle = ", ".join(map(str, self.idle))
+        return f"{text}\nnote: nothing to do for rank {idle}" if idle else text
 
 
-def plan(split: Split, cluster: Cluster, strategy: str = "auto") -> Plan:
-    """The plan for `split` on the one rank of `cluster`.
+def intervals(rows: Sequence[int], batch: int) -> list[tuple[int, int]]:
+    """First and one-past-last row of each share when a batch has `batch` rows: proportional, rounded up, so that the
+    first share is the last to be empty; exact for a batch of `sum(rows)`."""
+    total, bounds = sum(rows), [0]
+    for share in rows:
+        bounds.append(bounds[-1] + share)
+    return list(pairwise(-(-bound * batch // total) for bound in bounds))
 
-    Arguments:
-        strategy: "tr", "tr+dpu", "ir", "ahd" and "auto" are one schedule on one rank (each teacher block once, then all
-            students); "dp" and "ls" train block after block and repeat the teacher's prefix (Pipe-BD, sec. III).
 
-    Errors: InputError for an unknown strategy.
-    """
-    if strategy not in STRATEGIES:
-        raise InputError(
-            "No such strategy.",
-            given=repr(strategy),
-            expected=f"one of {', '.join(STRATEGIES)}",
-            do=f"perhaps you meant {nearest(str(strategy), STRATEGIES, 1)}",
-        )
-    rows = (split.student.example.rows,)
-    blocks = tuple(range(len(split)))
-    if strategy in ("dp", "ls"):
-        assignments = tuple(Assignment((b,), (0,), rows, "prefix") for b in blocks)
-    else:
-        assignments = (Assignment(blocks, (0,), rows, "relay"),)
-    return Plan("tr+dpu" if strategy == "auto" else strategy, rows[0], cluster.devices, assignments)
+def overlapping(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int]]:
+    """Index pairs of shares of two groups that have rows in common at some batch size: what is handed over between a
+    stage and the next one. k to k' replicas take k + k' - gcd(k, k') of them where shares are even."""
+    total = sum(source) * sum(target)
+    ends = [intervals(rows, total) for rows in (source, target)]
+    return [(i, j) for i, (a, b) in enumerate(ends[0]) for j, (c, d) in enumerate(ends[1]) if max(a, c) < min(b, d)]

@@ -1,6 +1,7 @@
 """From a plan to what each rank does, as instructions and as the Python generated from them."""
 
-from .instruction import Instruction, Op
-from .program import Program, build
+from .build import build
+from .instruction import Edge, Instruction, Op
+from .program import Program
 
-__all__ = ["Instruction", "Op", "Program", "build"]
+__all__ = ["Edge", "Instruction", "Op", "Program", "build"]

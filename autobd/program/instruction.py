@@ -1,4 +1,4 @@
-"""The instructions that a step of one rank is made of."""
+"""The instructions that a step of one rank is made of, and the edges that messages travel on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,43 @@ from enum import Enum
 class Op(Enum):
     """What a rank can do; the values are the names of `Rank`'s methods."""
 
+    SCATTER = "scatter"  # the rank that loads: input rows to other ranks
     LOAD = "load"
+    RECEIVE = "receive"  # the teacher's boundary
+    RECEIVE_STUDENT = "receive_student"
     TEACHER_FORWARD = "teacher_forward"
+    RELAY = "relay"
     STUDENT_FORWARD = "student_forward"
+    STUDENT_BOUNDARY = "student_boundary"
+    RELAY_STUDENT = "relay_student"
     STUDENT_BACKWARD = "student_backward"
+    ALL_REDUCE = "all_reduce"
+    BARRIER = "barrier"
     UPDATE = "update"
+
+
+SENDS = (Op.SCATTER, Op.RELAY, Op.RELAY_STUDENT)
+RECEIVES = (Op.RECEIVE, Op.RECEIVE_STUDENT)  # and LOAD, on ranks that do not read the data
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Where one message a step goes.
+
+    Attributes:
+        source, target: ranks.
+        kind: "inputs" (rows of the model's inputs), "teacher" or "student" (rows of a boundary).
+        assignment: number of the assignment that takes the message; `block`: the one that made the boundary.
+        slots: messages that may be under way before the sender waits: two, and one more for each stage that the
+            message skips (it then overtakes that many steps).
+    """
+
+    source: int
+    target: int
+    kind: str
+    assignment: int
+    block: int | None = None
+    slots: int = 2
 
 
 @dataclass(frozen=True)
@@ -21,7 +53,9 @@ class Instruction:
     """One instruction of a rank's step.
 
     Attributes:
-        op: what to do; `block`: on which block (None for Load).
+        op: what to do; `block`: on which block (None for Scatter, Load and Barrier).
+        assignment: for which assignment of the plan.
+        edges: indices into `Program.edges` of the messages that it sends or receives.
         microbatch, round: which part of the batch, and which of the step's training rounds.
         version: which of the block's weight versions it reads.
         lane: which of the rank's lanes runs it; one lane is straight-line order.
@@ -31,6 +65,8 @@ class Instruction:
 
     op: Op
     block: int | None = None
+    assignment: int = 0
+    edges: tuple[int, ...] = ()
     microbatch: int = 0
     round: int = 0
     version: int = 0

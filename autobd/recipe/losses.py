@@ -49,11 +49,15 @@ def mean_square(teacher: Tensor) -> Tensor:
     return torch.where(value > 0, value, torch.ones_like(value))
 
 
-def evaluate(loss: Loss, student: Tensor, teacher: Tensor, where: str) -> Tensor:
+def evaluate(loss: Loss, student: Tensor, teacher: Tensor, where: str, split: bool = False) -> Tensor:
     """The mean of `loss` over the rows.
 
+    Arguments:
+        where: the block, for errors.
+        split: the rows are a share of the batch, so that one value in all would not add up.
+
     Errors: LossError if the tensors' shapes differ (they would broadcast), or if the loss gives neither one value nor
-    one per row; `where` names the block.
+    one per row.
     """
     if student.shape != teacher.shape:
         raise LossError(
@@ -68,5 +72,12 @@ def evaluate(loss: Loss, student: Tensor, teacher: Tensor, where: str) -> Tensor
             given=list(value.shape) if isinstance(value, Tensor) else type(value).__name__,
             expected=f"shape [] or [{len(student)}]",
             do="reduce over every dimension but the first",
+        )
+    if split and value.ndim == 0:
+        raise LossError(
+            f"{where}: the loss gives one value for all rows, but the batch is split over replicas.",
+            given="shape []",
+            expected=f"shape [{len(student)}]: values of shares of the batch then add up",
+            do="return one value per row, or use a plan without replicas: strategy='tr+dpu'",
         )
     return value.mean()

@@ -1,6 +1,7 @@
 """One rank's state, and the execution of one step."""
 
+from .part import Part, parts_of
 from .randomness import student_seed
-from .rank import Rank, StepLosses
+from .rank import Rank, ShareLosses
 
-__all__ = ["Rank", "StepLosses", "student_seed"]
+__all__ = ["Part", "Rank", "ShareLosses", "parts_of", "student_seed"]

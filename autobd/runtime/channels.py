@@ -8,28 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks import Split
+from ..blocks.adapters import Adapter
 from ..blocks.folding import folded
 
 Place = tuple[int, int]  # block in front of the cut, tensor at the cut
 
 
 class ChannelMaps:
-    """Maps for the split's trainable adapters; at the start a map in and a map out undo each other as far as they can.
+    """The maps of one rank's blocks; at the start a map in and a map out undo each other as far as they can.
 
     Arguments:
-        split: with fitted adapters; `like`: a tensor whose dtype and device the maps have.
+        sides: for each block of the rank the fitted adapters before and behind it.
+        like: a tensor whose dtype and device the maps have.
     """
 
-    def __init__(self, split: Split, like: Tensor) -> None:
-        self.adapters = {
-            (block, i): adapter
-            for block, pair in enumerate(split.pairs)
-            for i, adapter in enumerate(pair.adapters)
-            if adapter.kind == "trainable"
-        }
-        start = {place: adapter.initial_map.to(like.device) for place, adapter in self.adapters.items()}
-        self.inward = {place: nn.Parameter(m.clone().to(like)) for place, m in start.items()}
-        self.outward = {place: nn.Parameter(torch.linalg.pinv(m).to(like)) for place, m in start.items()}
+    def __init__(self, sides: Mapping[int, tuple[tuple[Adapter, ...], tuple[Adapter, ...]]], like: Tensor) -> None:
+        self.adapters: dict[Place, Adapter] = {}
+        self.inward: dict[Place, nn.Parameter] = {}
+        self.outward: dict[Place, nn.Parameter] = {}
+        for block, (before, behind) in sides.items():
+            for cut, adapters in ((block - 1, before), (block, behind)):
+                for i, adapter in enumerate(adapters):
+                    if adapter.kind == "trainable":
+                        self.adapters[cut, i] = adapter
+                        start = adapter.initial_map.to(like.device)
+                        if cut == block:
+                            self.outward[cut, i] = nn.Parameter(torch.linalg.pinv(start).to(like))
+                        else:
+                            self.inward[cut, i] = nn.Parameter(start.clone().to(like))
 
     def of_block(self, block: int) -> list[nn.Parameter]:
         """The maps that are trained with `block`."""
@@ -44,15 +50,32 @@ class ChannelMaps:
         return self.adapters[place].map_channels(value, self.outward[place])
 
     def enter(self, block: int, tensor: int, value: Tensor) -> Tensor:
-        """What `block` gets of a teacher's tensor in the student's layout."""
+        """What `block` gets of a tensor in the student's layout and the teacher's channels."""
         place = block - 1, tensor
         return self.adapters[place].map_channels(value, self.inward[place]) if place in self.inward else value
 
-    def between(self) -> dict[Place, Tensor]:
-        """For each trained place the map from the student's tensor to what its next block is to get."""
-        return {place: (self.inward[place] @ self.outward[place]).detach() for place in self.inward}
+    def tensors(self, block: int) -> dict[str, Tensor]:
+        """The maps that are trained with `block`, by names that no key of a student has."""
+        return {
+            f"{side} {cut} {i}": m
+            for side, maps, own in (("in", self.inward, block - 1), ("out", self.outward, block))
+            for (cut, i), m in maps.items()
+            if cut == own
+        }
 
-    def folded(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The student's `weights` that take up a map, with it multiplied in."""
-        between = self.between()
-        return folded(weights, {self.adapters[place].folds: m for place, m in between.items()})
+
+def between(split: Split, tensors: Mapping[str, Tensor]) -> dict[Place, Tensor]:
+    """For each trained place the map from the student's tensor to what its next block is to get; `tensors` as from
+    `ChannelMaps.tensors`, of all blocks."""
+    return {
+        (block, i): (tensors[f"in {block} {i}"] @ tensors[f"out {block} {i}"]).detach()
+        for block, pair in enumerate(split.pairs)
+        for i, adapter in enumerate(pair.adapters)
+        if adapter.kind == "trainable"
+    }
+
+
+def plain_weights(split: Split, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The student's weights that take up a trained map, with it multiplied in."""
+    maps = {split.pairs[block].adapters[i].folds: m for (block, i), m in between(split, tensors).items()}
+    return folded(tensors, maps)

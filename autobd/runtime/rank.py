@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,127 +11,280 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..blocks import Split
 from ..blocks.verify import set_mode
-from ..errors import LossError, NonFiniteError
+from ..errors import AutobdError, LossError, NonFiniteError, RankError
 from ..graph import Arguments
-from ..recipe import MSE, Recipe
+from ..planner.plan import intervals
+from ..program import Program
+from ..ranks import STEP, Header, Lost, Peers
+from ..ranks.message import is_dense
+from ..recipe import MSE
 from ..recipe.losses import evaluate, mean_square
 from .channels import ChannelMaps
+from .links import Links
+from .part import Part, StudentPart, tensors_at
 from .randomness import keyed, student_seed
-from .ties import stale_copies, trained_parameters
+from .reduce import AllReduce, GradientSum
+
+Boundary = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The input tensors of one batch: the teacher's and the student's."""
+    """The rows of the input tensors that an assignment reads, by index: the teacher's and the student's. Both None if
+    the batch has too few rows for this share."""
 
-    teacher: list[Tensor]
-    student: list[Tensor]
+    teacher: Mapping[int, Tensor] | None
+    student: Mapping[int, Tensor] | None
 
 
 @dataclass(frozen=True)
-class StepLosses:
-    """Losses of one step, by block: the trained loss, and the error relative to a student that outputs zeros."""
+class ShareLosses:
+    """What one rank knows of a block's losses in a step: the trained loss, the error relative to a student that outputs
+    zeros, and the share of the batch's rows that they are the mean of."""
 
-    losses: tuple[float, ...]
-    relative: tuple[float, ...]
+    loss: float
+    relative: float
+    weight: float
 
 
-Boundary = tuple[Tensor, ...]
+class _Student:
+    """A student block in training."""
+
+    def __init__(self, part: StudentPart, like: Tensor) -> None:
+        self.part, self.recipe = part, part.recipe
+        self.tensors = tensors_at(part.module, part.keys)
+        self.stale = tensors_at(part.module, part.stale)
+        self.before = [a.on(like) for a in part.before]
+        self.behind = [a.on(like) for a in part.behind]
+        self.parameters: list[nn.Parameter] = [self.tensors[key] for key in part.trained]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.normalisers: list[Tensor] | None = None
+        self.output: Boundary | None = None
+        self.learns = True  # whether the output depends on the weights in this step
+        zero = torch.zeros((), device=like.device)
+        self.loss, self.relative, self.norm, self.teacher_norm = zero, zero, zero, zero
+        self.weight = 1.0
 
 
 class Rank:
     """State of a rank over a run; the methods are the instructions that generated programs call.
 
     Arguments:
-        split: the block pairs, with fitted adapters; `student`: the copy of the student that is trained.
-        recipe, seed: as for `distill`.
-        rank: its number, for errors.
+        number: which rank; `program`: what all of them do.
+        parts: the block pairs that this rank runs, with students where it trains them.
+        seed: as for `distill`.
+        peers: the way to the other ranks.
+        refreshed: ranks that hold copies of weights that another one trains.
     """
 
-    def __init__(self, split: Split, student: nn.Module, recipe: Recipe, seed: int, rank: int = 0) -> None:
-        self.split, self.seed, self.rank, self.step = split, seed, rank, 0
-        self.device = next(student.parameters()).device
-        self.named = dict(student.named_parameters())
-        self.stale = stale_copies(split, self.named)
-        self.teacher_blocks = split.bind_teacher()
-        self.student_blocks = split.bind_student(student, self.stale)
-        set_mode(self.teacher_blocks, False)
-        set_mode(self.student_blocks, True)
-        like = next(p for p in student.parameters() if p.is_floating_point())
-        self.adapters = [[a.on(like) for a in pair.adapters] for pair in split.pairs]
-        self.maps = ChannelMaps(split, like)
-        opaque = split.student.opaque
-        self.keys_python = bool(opaque)
-        self.varies = [  # may leave out its weights in a step, as a layer that drops itself does
-            any(n.op == "call_module" and n.target in opaque for n in p.student.graph.nodes) for p in split.pairs
-        ]
-        self.learns = [True] * len(split)  # whether the block's output depends on its weights in this step
-        self.recipes = [recipe.for_block(b, len(split), split.logits) for b in range(len(split))]
-        self.parameters = [
-            [*own, *self.maps.of_block(b)] for b, own in enumerate(trained_parameters(split, self.named))
-        ]
-        self.trains = [
-            bool(own) or any(t.together and b in t.blocks for t in split.ties) for b, own in enumerate(self.parameters)
-        ]
-        self.optimizers = [r.make_optimizer(p) for r, p in zip(self.recipes, self.parameters, strict=True)]
-        self.normalisers: list[list[Tensor] | None] = [None] * len(split)
-        self.losses: list[Tensor] = [torch.zeros(())] * len(split)
-        self.relative: list[Tensor] = [torch.zeros(())] * len(split)
-        self.norms: list[Tensor] = [torch.zeros(())] * len(split)
-        self.teacher_norms: list[Tensor] = [torch.zeros(())] * len(split)
+    def __init__(
+        self,
+        number: int,
+        program: Program,
+        parts: Mapping[int, Part],
+        seed: int,
+        peers: Peers,
+        refreshed: Sequence[int] = (),
+    ) -> None:
+        self.number, self.program, self.seed, self.peers = number, program, seed, peers
+        self.device = peers.device
+        self.parts = _on(parts, self.device)
+        students = {b: part.student for b, part in self.parts.items() if part.student is not None}
+        like = _like(students)
+        self.students = {b: _Student(s, like) for b, s in students.items()}
+        self.maps = ChannelMaps({b: (s.before, s.behind) for b, s in students.items()}, like)
+        for block, student in self.students.items():
+            student.parameters += self.maps.of_block(block)
+            student.optimizer = student.recipe.make_optimizer(student.parameters)
+        set_mode([p.teacher for p in self.parts.values()], False)
+        set_mode([s.module for s in students.values()], True)
+        self.links = Links(program, number, peers, refreshed)
+        self.sums: dict[int, GradientSum] = {}
+        self._assignment = {b: n for n, a in enumerate(program.plan.assignments) for b in a.blocks}
+        self._reducers: dict[int, AllReduce] = {
+            n: peers.join(a.ranks) for n, a in enumerate(program.plan.assignments) if a.replicated and number in a.ranks
+        }
+        self._gate = peers.join(range(peers.size)) if program.plan.barrier else None
+        self.header = Header()
+        self.at: int | None = None
+
+    # ---------------------------------------------------------------- a step
+
+    def begin(self, header: Header) -> None:
+        """Start a step: its number, the batch's rows, and every block's learning rate."""
+        self.header = header
+        for student in self.students.values():
+            if student.optimizer is not None and callable(student.recipe.lr):
+                for group in student.optimizer.param_groups:
+                    group["lr"] = student.recipe.lr_at(header.progress)
+
+    def run(self, step: Any, batch: Any) -> None:
+        """Run the generated function. Errors: AutobdError as it is; others as RankError that names block and step."""
+        try:
+            step(self, batch)
+        except (AutobdError, Lost):
+            raise
+        except Exception as error:
+            raise RankError(
+                f"{self._where(self.at)}: {type(error).__name__}: {error}", do="see the error above for where it began"
+            ) from error
+
+    def finish_step(self) -> dict[int, ShareLosses]:
+        """The step's losses of the rank's own blocks. Errors: NonFiniteError naming rank, block, step, and whether the
+        teacher is the cause."""
+        blocks = list(self.students.items())
+        if not blocks:
+            return {}
+        values = torch.stack(
+            [t.to(self.device, torch.float64) for _, s in blocks for t in (s.loss, s.relative, s.norm)]
+        ).tolist()
+        found = {}
+        for i, (block, student) in enumerate(blocks):
+            loss, relative, norm = values[3 * i : 3 * i + 3]
+            if not all(abs(v) < float("inf") for v in (loss, norm)):
+                raise self._not_finite(block, student, loss, norm)
+            found[block] = ShareLosses(loss, relative, student.weight)
+        return found
 
     # ---------------------------------------------------------------- instructions
 
-    def load(self, batch: tuple[Arguments, Arguments]) -> Inputs:
-        """The batch's tensors, teacher's and student's, on this rank's device."""
-        teacher, student = (a.on(self.device).tensors for a in batch)
-        return Inputs(teacher, student)
+    def scatter(self, assignment: int, edges: tuple[int, ...], batch: tuple[Arguments, Arguments]) -> None:
+        """Send each rank of the assignment its rows of the inputs."""
+        for edge in edges:
+            first, last = self._rows(assignment, self.program.edges[edge].target)
+            header = Header(STEP, self.header.step, self.header.batch, first, last, self.header.progress)
+            given = self._taken(assignment, batch, first, last) if first < last else []
+            unique = list({id(t): t for t in given}.values())  # both models mostly read the same tensors
+            places = {id(t): i for i, t in enumerate(unique)}
+            table = torch.tensor([places[id(t)] for t in given], dtype=torch.int64)
+            self.links.send(edge, header, [table, *unique] if given else [])
 
-    def teacher_forward(self, block: int, inputs: Inputs, boundary: Boundary | None) -> Boundary:
+    def load(self, assignment: int, edges: tuple[int, ...], batch: Any) -> Inputs:
+        """This rank's rows of the inputs, on its device: of the batch, or as another rank sends them."""
+        teacher, student = self.program.inputs[assignment]
+        if edges:
+            header, tensors = self.links.take(edges[0])
+            self.begin(header)
+            if header.first == header.last:
+                return Inputs(None, None)
+            given = [tensors[1 + i].to(self.device) for i in tensors[0].tolist()] if tensors else []
+        else:
+            first, last = self._rows(assignment, self.number)
+            if first == last:
+                return Inputs(None, None)
+            given = [t.to(self.device) for t in self._taken(assignment, batch, first, last)]
+        mine = dict(zip(teacher, given[: len(teacher)], strict=True))
+        return Inputs(mine, dict(zip(student, given[len(teacher) :], strict=True)))
+
+    def receive(self, block: int, edges: tuple[int, ...]) -> Boundary | None:
+        """The teacher's boundary after `block`, of this rank's rows; None if there are none."""
+        messages = [self.links.take(edge) for edge in edges]
+        self.begin(messages[0][0])
+        parts = sorted((m for m in messages if m[0].first < m[0].last), key=lambda m: m[0].first)
+        if not parts:
+            return None
+        tensors = [[t.to(self.device) for t in tensors] for _, tensors in parts]
+        return tuple(tensors[0] if len(tensors) == 1 else (torch.cat(rows) for rows in zip(*tensors, strict=True)))
+
+    receive_student = receive
+
+    def relay(self, block: int, edges: tuple[int, ...], boundary: Boundary | None) -> None:
+        """Send each rank behind its rows of the boundary."""
+        own, _ = self._rows(self._assignment[block], self.number)
+        for index in edges:
+            edge = self.program.edges[index]
+            first, last = self._rows(edge.assignment, edge.target)
+            mine = self._rows(self._assignment[block], self.number)
+            first, last = max(first, mine[0]), min(last, mine[1])
+            header = Header(STEP, self.header.step, self.header.batch, first, max(first, last), self.header.progress)
+            rows: list[Tensor] = []
+            if boundary is not None and first < last:
+                folded = self.parts[block].folded
+                whole = (first, last) == mine
+                rows = [
+                    t if whole else t[(first - own) * f : (last - own) * f]
+                    for t, f in zip(boundary, folded, strict=True)
+                ]
+            self.links.send(index, header, rows)
+
+    relay_student = relay
+
+    def teacher_forward(self, block: int, inputs: Inputs | None, boundary: Boundary | None) -> Boundary | None:
         """The tensors that cross the cut behind the teacher's block."""
+        self.at = block
+        if _nothing(block, inputs, boundary):
+            return None
+        part = self.parts[block]
         with torch.no_grad():
-            return self._run(
-                self.teacher_blocks[block], self.split.pairs[block].teacher.inputs, inputs.teacher, boundary
-            )
+            given = [] if inputs is None or inputs.teacher is None else [inputs.teacher[i] for i in part.inputs]
+            output: Boundary = part.teacher(*(boundary or ()), *given)
+            # As a message has it: where blocks run must not change what the next one computes with.
+            return tuple(t if is_dense(t) else t.contiguous() for t in output)
 
-    def student_forward(self, block: int, inputs: Inputs, boundary: Boundary | None, target: Boundary) -> Tensor:
-        """The loss of the student block on the teacher's boundary, against the teacher's next boundary `target`."""
-        recipe, pair = self.recipes[block], self.split.pairs[block]
+    def student_forward(
+        self, block: int, inputs: Inputs | None, boundary: Boundary | None, target: Boundary | None
+    ) -> Tensor | None:
+        """The loss of the student block against the teacher's next boundary `target`; None without rows.
+
+        Arguments:
+            boundary: the teacher's, or with `Program.own_input` the student's own.
+        """
+        self.at = block
+        student, replicas = self.students[block], self.program.plan.assignments[self._assignment[block]].ranks
+        part, recipe = student.part, student.recipe
+        first, last = self._rows(self._assignment[block], self.number)
+        student.weight = (last - first) / max(self.header.batch, 1)
         with torch.no_grad():
-            targets = [self.adapters[block][i](target[i]) for i in pair.student.distilled]
-            normalisers = self.normalisers[block]
-            if normalisers is None:
-                normalisers = self.normalisers[block] = [mean_square(t) for t in targets]
-        with torch.enable_grad(), keyed(student_seed(self.seed, self.step, block), self.device, self.keys_python):
-            given = None if boundary is None else self._adapted(block, boundary)
-            output = self._run(self.student_blocks[block], pair.student.inputs, inputs.student, given)
-            outputs = [self.maps.leave(block, i, output[i]) for i in pair.student.distilled]
-            self.learns[block] = not self.varies[block] or any(t.requires_grad for t in outputs)
-            losses = [evaluate(recipe.loss, s, t, self._where(block)) for s, t in zip(outputs, targets, strict=True)]
-            scaled = [loss / n for loss, n in zip(losses, normalisers, strict=True)]
+            targets = [] if target is None else [student.behind[i](target[i]) for i in part.distilled]
+            if student.normalisers is None:
+                student.normalisers = self._normalisers(block, targets)
+        if target is None:
+            student.output = None
+            student.loss = student.relative = student.teacher_norm = torch.zeros((), device=self.device)
+            return None
+        seed = student_seed(self.seed, self.header.step, block, share=replicas.index(self.number))
+        with torch.enable_grad(), keyed(seed, self.device, part.keys_python):
+            given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
+            student.output = part.module(*self._entering(block, boundary), *given)
+            outputs = [self.maps.leave(block, i, student.output[i]) for i in part.distilled]
+            student.learns = not part.varies or any(t.requires_grad for t in outputs)
+            where, split = self._where(block), len(replicas) > 1
+            losses = [evaluate(recipe.loss, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
+            scaled = [loss / n for loss, n in zip(losses, student.normalisers, strict=True)]
             loss = torch.stack(scaled if isinstance(recipe.loss, MSE) and recipe.loss.normalised else losses).mean()
         with torch.no_grad():
             errors = (
                 [s.detach() for s in scaled]
                 if isinstance(recipe.loss, MSE)
                 else [
-                    (s.detach() - t).square().mean() / n for s, t, n in zip(outputs, targets, normalisers, strict=True)
+                    (s.detach() - t).square().mean() / n
+                    for s, t, n in zip(outputs, targets, student.normalisers, strict=True)
                 ]
             )
-            self.relative[block] = torch.stack(errors).mean()
-            self.teacher_norms[block] = torch.stack([torch.linalg.vector_norm(t) for t in targets]).sum()
-        self.losses[block] = loss.detach()
+            student.relative = torch.stack(errors).mean()
+            student.teacher_norm = torch.stack([torch.linalg.vector_norm(t) for t in targets]).sum()
+        student.loss = loss.detach()
         return loss
 
-    def _adapted(self, block: int, boundary: Boundary) -> Boundary:
-        """The teacher's boundary before `block` as the student's block takes it."""
-        adapters = self.adapters[block - 1]
-        return tuple(self.maps.enter(block, i, a(t)) for i, (a, t) in enumerate(zip(adapters, boundary, strict=True)))
+    def student_boundary(self, block: int) -> Boundary | None:
+        """The student's own tensors behind the block, detached, for the next block to work on."""
+        student = self.students[block]
+        if student.output is None:
+            return None
+        with torch.no_grad():
+            return tuple(
+                self.maps.leave(block, i, t.detach()) if i in student.part.distilled else t.detach()
+                for i, t in enumerate(student.output)
+            )
 
-    def student_backward(self, block: int, loss: Tensor) -> None:
-        if not self.trains[block] or not self.learns[block]:
+    def student_backward(self, block: int, loss: Tensor | None) -> None:
+        """Gradients of the block's own weights, of the mean over the whole batch."""
+        self.at = block
+        student = self.students[block]
+        student.output = None
+        trains = bool(student.parameters) or student.part.tied
+        if loss is None or not trains or not student.learns:
             return
         if not loss.requires_grad:
             raise LossError(
@@ -137,70 +292,141 @@ class Rank:
                 given="a loss without gradient",
                 expected="a differentiable function of its first argument",
             )
+        if student.weight != 1.0:
+            loss = loss * student.weight
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def all_reduce(self, block: int) -> None:
+        """Begin to sum the block's gradients over its replicas."""
+        self.sums[block] = GradientSum(self.students[block].parameters, self._reducers[self._assignment[block]])
+
+    def barrier(self, assignment: int) -> None:
+        """Wait for all ranks."""
+        assert self._gate is not None
+        self._gate([torch.zeros(1)]).result(self.peers.patience)
 
     def update(self, block: int) -> None:
         """Clip, step and forget the gradients of this block alone."""
-        optimizer = self.optimizers[block]
-        if optimizer is None:
+        self.at = block
+        student = self.students[block]
+        if block in self.sums:
+            self.sums.pop(block).finish(self.peers)
+        if student.optimizer is None:
             return
-        gradients = [p.grad for p in self.parameters[block] if p.grad is not None]
-        norm = self.norms[block] = get_total_norm(gradients)
-        clip = self.recipes[block].clip
-        if clip is not None:
-            clip_grads_with_norm_(self.parameters[block], clip, norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        gradients = [p.grad for p in student.parameters if p.grad is not None]
+        student.norm = get_total_norm(gradients)
+        if student.recipe.clip is not None:
+            clip_grads_with_norm_(student.parameters, student.recipe.clip, student.norm)
+        student.optimizer.step()
+        student.optimizer.zero_grad(set_to_none=True)
 
-    # ---------------------------------------------------------------- between steps
+    # ---------------------------------------------------------------- between epochs
 
-    def set_progress(self, progress: float) -> None:
-        """Set every block's learning rate for `progress` (0 to 1) through the training."""
-        for recipe, optimizer in zip(self.recipes, self.optimizers, strict=True):
-            if optimizer is not None and callable(recipe.lr):
-                for group in optimizer.param_groups:
-                    group["lr"] = recipe.lr_at(progress)
+    def trained(self) -> dict[str, Tensor]:
+        """What training has changed, of the blocks whose first replica this is: tensors by their keys in the student,
+        and channel maps."""
+        found: dict[str, Tensor] = {}
+        for block, student in self.students.items():
+            if self.program.plan.assignments[self._assignment[block]].ranks[0] == self.number:
+                found |= {key: t.detach() for key, t in student.tensors.items()}
+                found |= {name: t.detach() for name, t in self.maps.tensors(block).items()}
+        return found
 
-    def finish_step(self) -> StepLosses:
-        """The step's losses. Errors: NonFiniteError naming rank, block, step, and whether the teacher is the cause."""
-        values = torch.stack(
-            [t.to(self.device, torch.float64) for t in (*self.losses, *self.relative, *self.norms)]
-        ).tolist()
-        blocks = len(self.split)
-        for block in range(blocks):
-            loss, norm = values[block], values[2 * blocks + block]
-            if not all(abs(v) < float("inf") for v in (loss, norm)):
-                cause = (
-                    "the teacher's boundary"
-                    if not torch.isfinite(self.teacher_norms[block])
-                    else "the student"
-                    if not abs(loss) < float("inf")
-                    else "the student's gradient"
-                )
-                raise NonFiniteError(
-                    f"{self._where(block)}: not a finite number; it began in {cause}.",
-                    given=f"loss {loss}, gradient norm {norm}",
-                    expected="finite values",
-                    do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN",
-                )
-        self.step += 1
-        return StepLosses(tuple(values[:blocks]), tuple(values[blocks : 2 * blocks]))
-
-    def plain_weights(self) -> dict[str, Tensor]:
-        """Weights that the plain student has instead of the trained one's: those with a channel map folded in."""
-        return self.maps.folded(self.named)
-
-    def refresh_ties(self) -> None:
-        """Bring later blocks' copies of tied weights up to date (at epoch ends)."""
+    def refresh(self, values: Mapping[str, Tensor]) -> None:
+        """Bring copies of weights that an earlier block trains up to date."""
         with torch.no_grad():
-            for copies in self.stale:
-                for name, copy in copies.items():
-                    copy.copy_(self.named[name])
+            for student in self.students.values():
+                for key, copy in student.stale.items():
+                    copy.copy_(values[key])
 
-    def _run(self, module: Any, takes: tuple[int, ...], inputs: list[Tensor], boundary: Boundary | None) -> Boundary:
-        output: Boundary = module(*(boundary or ()), *(inputs[i] for i in takes))
-        return output
+    @property
+    def stale(self) -> list[str]:
+        """Keys of the weights that this rank has copies of."""
+        return sorted({key for student in self.students.values() for key in student.stale})
 
-    def _where(self, block: int) -> str:
-        first, last = self.split.pairs[block].student.modules
-        return f"Rank {self.rank}, block {block} ({first} .. {last}), step {self.step}"
+    # ----------------------------------------------------------------
+
+    def _rows(self, assignment: int, rank: int) -> tuple[int, int]:
+        """First and one-past-last row of the batch that `rank` has in an assignment."""
+        a = self.program.plan.assignments[assignment]
+        return intervals(a.rows, self.header.batch)[a.ranks.index(rank)]
+
+    def _taken(self, assignment: int, batch: tuple[Arguments, Arguments], first: int, last: int) -> list[Tensor]:
+        """The rows of the inputs that an assignment reads, the teacher's before the student's."""
+        sliced: dict[int, Tensor] = {}
+        taken = []
+        for arguments, indices in zip(batch, self.program.inputs[assignment], strict=True):
+            tensors, rows = arguments.tensors, arguments.rows
+            for i in indices:
+                t = tensors[i]
+                if id(t) not in sliced:
+                    part = t.ndim and t.shape[0] == rows and (first, last) != (0, rows)
+                    own = t[first:last] if part else t
+                    sliced[id(t)] = own.clone() if t.is_inference() else own
+                taken.append(sliced[id(t)])
+        return taken
+
+    def _normalisers(self, block: int, targets: list[Tensor]) -> list[Tensor]:
+        """The mean square of each distilled tensor over the first batch, whoever holds its rows."""
+        student, number = self.students[block], self._assignment[block]
+        if number not in self._reducers:
+            return [mean_square(t) for t in targets]
+        sums = torch.zeros(len(student.part.distilled), dtype=torch.float64, device=self.device)
+        for i, t in enumerate(targets):
+            sums[i] = t.double().square().mean() * student.weight
+        self._reducers[number]([sums]).result(self.peers.patience)
+        return [torch.where(s > 0, s, torch.ones_like(s)).to(_dtype(targets)) for s in sums]
+
+    def _entering(self, block: int, boundary: Boundary | None) -> Boundary:
+        """The boundary before `block` as the student's block takes it."""
+        if boundary is None:
+            return ()
+        if not self.program.own_input:
+            boundary = tuple(a(t) for a, t in zip(self.students[block].before, boundary, strict=True))
+        return tuple(self.maps.enter(block, i, t) for i, t in enumerate(boundary))
+
+    def _not_finite(self, block: int, student: _Student, loss: float, norm: float) -> NonFiniteError:
+        cause = (
+            "the teacher's boundary"
+            if not torch.isfinite(student.teacher_norm)
+            else "the student"
+            if not abs(loss) < float("inf")
+            else "the student's gradient"
+        )
+        return NonFiniteError(
+            f"{self._where(block)}: not a finite number; it began in {cause}.",
+            given=f"loss {loss}, gradient norm {norm}",
+            expected="finite values",
+            do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN",
+        )
+
+    def _where(self, block: int | None) -> str:
+        what = "" if block is None else f", block {block} ({self.parts[block].where})"
+        return f"Rank {self.number}{what}, step {self.header.step}"
+
+
+def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bool:
+    """Whether a share has no rows in this batch."""
+    return boundary is None if block else inputs is None or inputs.teacher is None
+
+
+def _like(students: Mapping[int, StudentPart]) -> Tensor:
+    parameters = [p for s in students.values() for p in s.module.parameters() if p.is_floating_point()]
+    return next(iter(parameters), torch.zeros(()))
+
+
+def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    return tensors[0].dtype if tensors else torch.get_default_dtype()
+
+
+def _on(parts: Mapping[int, Part], device: torch.device) -> dict[int, Part]:
+    """The parts on a device: themselves if they are there, else copies."""
+    moved = dict(parts)
+    modules = [p.teacher for p in parts.values()] + [p.student.module for p in parts.values() if p.student is not None]
+    if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
+        moved = copy.deepcopy(moved)  # at once, so that what blocks share stays shared
+        for part in moved.values():
+            part.teacher.to(device)
+            if part.student is not None:
+                part.student.module.to(device)
+    return moved

@@ -19,10 +19,10 @@ def stale_copies(split: Split, parameters: Mapping[str, nn.Parameter]) -> list[d
     return copies
 
 
-def trained_parameters(split: Split, parameters: Mapping[str, nn.Parameter]) -> list[list[nn.Parameter]]:
+def trained_names(split: Split, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     """For each block the parameters that its optimizer updates; a tied one belongs to the first block that uses it."""
     elsewhere = {(name, block) for tie in split.ties for block in tie.blocks[1:] for name in tie.parameters}
     return [
-        [parameters[n] for n in pair.student.parameters if parameters[n].requires_grad and (n, block) not in elsewhere]
+        [n for n in pair.student.parameters if parameters[n].requires_grad and (n, block) not in elsewhere]
         for block, pair in enumerate(split.pairs)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..runtime import StepLosses
 from ..tables import table
 
 
@@ -29,9 +28,10 @@ class History:
     def steps(self) -> int:
         return len(self.losses)
 
-    def add(self, step: StepLosses) -> None:
-        self.losses.append(step.losses)
-        self.relative.append(step.relative)
+    def add(self, losses: tuple[float, ...], relative: tuple[float, ...]) -> None:
+        """The next step's, by block."""
+        self.losses.append(losses)
+        self.relative.append(relative)
 
     def __str__(self) -> str:
         if not self.losses:

@@ -1,4 +1,4 @@
-"""Epochs: feed batches to the generated step, and hand the weights back to the user's student at epoch ends."""
+"""Epochs: feed batches to the generated steps, and hand the weights back to the user's student at epoch ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ from ..errors import InputError
 from ..graph import Arguments
 from ..graph.state import Attributes, module_tensors, untouched
 from ..program import Program
+from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
 from ..recipe import Recipe
-from ..runtime import Rank
+from ..runtime import Part, Rank, parts_of
+from ..runtime.channels import Place, between, plain_weights
+from .collect import Collector
 from .data import Batches
 from .history import History
+from .jobs import Job, by_name, follow, jobs
 
 ToPair = Callable[[Any], tuple[Arguments, Arguments]]
 
@@ -33,68 +38,111 @@ def train(
     to_pair: ToPair,
     seed: int,
     progress: bool,
+    group: Group,
     teacher_writes: Sequence[str] = (),
     start: Mapping[str, Tensor] | None = None,
-) -> tuple[History, Rank]:
-    """Train the student of `split` in place, on one rank.
+) -> tuple[History, dict[Place, Tensor]]:
+    """Train the student of `split` in place, on the ranks of `group`.
 
-    The work is done on a copy: the user's student changes at the end of each epoch and at no other time, so an error or
+    The work is done on copies: the user's student changes at the end of each epoch and at no other time, so an error or
     Ctrl-C leaves it as it was at the last one.
 
     Arguments:
         to_pair: from a batch to the teacher's and the student's arguments.
-        teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         progress: show a progress bar with the relative loss of each block.
+        teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         start: values that tensors of the student begin with, by key.
 
-    Returns: the losses, and the rank's last state.
+    Returns: the losses, and the trained channel maps of adapters.
 
-    Errors: LossError and InputError as they occur; they name the block and step.
+    Errors: LossError and InputError as they occur, RankError for a rank that failed; they name the block and step.
     """
-    teacher, student = split.teacher.model, split.student.model
-    working = _copy(student)
-    history, started = History(), time.perf_counter()
-    step = program.compile(0)
-    total = recipe.steps or (batches.length * recipe.epochs if batches.length else None)
+    given = jobs(program, _parts(split, recipe, start or {}), seed)
+    loop = _Loop(split, program, recipe, batches, to_pair, progress)
+    own = given.pop(0)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        own = dict(module_tensors(teacher).values())
-        stack.enter_context(untouched(teacher, tensors=[own[path] for path in teacher_writes]))
+        teacher = split.teacher.model
+        tensors = dict(module_tensors(teacher).values())
+        stack.enter_context(untouched(teacher, tensors=[tensors[path] for path in teacher_writes]))
         teacher.eval()
-        working.train()
-        tensors = (*working.named_parameters(), *working.named_buffers())
-        _copy_all([(tensor, start[name]) for name, tensor in tensors if start and name in start])
-        rank = Rank(split, working, recipe, seed)
-        bar = stack.enter_context(
-            tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
+        group.run(
+            lambda peers: loop.run(own, peers),
+            {rank: partial(follow, given.pop(rank)) for rank in list(given)},
+            program.plan.blocks_of,
         )
+    return loop.history, loop.maps
+
+
+def _parts(split: Split, recipe: Recipe, start: Mapping[str, Tensor]) -> list[Part]:
+    student = _copy(split.student.model)
+    tensors = (*student.named_parameters(), *student.named_buffers())
+    _copy_all([(tensor, start[name]) for name, tensor in tensors if name in start])
+    student.train()
+    return parts_of(split, student, recipe)
+
+
+class _Loop:
+    """What rank 0 does: feed batches to the steps, collect losses, write the student at epoch ends."""
+
+    def __init__(
+        self, split: Split, program: Program, recipe: Recipe, batches: Batches, to_pair: ToPair, progress: bool
+    ) -> None:
+        self.split, self.program, self.recipe, self.batches = split, program, recipe, batches
+        self.to_pair, self.progress = to_pair, progress
+        self.history = History()
+        self.maps: dict[Place, Tensor] = {}
+
+    def run(self, job: Job, peers: Peers) -> None:
+        rank, step = job.start(peers), self.program.compile(0)
+        collector = Collector(rank, len(self.split), self.history)
+        recipe, started, done = self.recipe, time.perf_counter(), 0
+        total = recipe.steps or (self.batches.length * recipe.epochs if self.batches.length else None)
         epochs = recipe.epochs if recipe.steps is None else recipe.steps
-        for epoch in range(epochs):
-            for batch in batches.epoch(epoch):
-                pair = to_pair(batch)
-                check_like(pair, split)
-                rank.set_progress(history.steps / total if total else epoch / epochs)
-                step(rank, pair)
-                losses = rank.finish_step()
-                history.add(losses)
-                bar.set_postfix_str("relative loss " + " ".join(f"{v:.3f}" for v in losses.relative), refresh=False)
-                bar.update()
-                if history.steps == recipe.steps:
+        with tqdm(total=total, desc="distil", unit="step", disable=not self.progress, dynamic_ncols=True) as bar:
+            for epoch in range(epochs):
+                for batch in self.batches.epoch(epoch):
+                    pair = self.to_pair(batch)
+                    check_like(pair, self.split)
+                    rank.begin(Header(STEP, done, pair[0].rows, progress=done / total if total else epoch / epochs))
+                    rank.run(step, pair)
+                    collector.add(done, rank.finish_step())
+                    collector.look()
+                    done += 1
+                    self._show(bar)
+                    if done == recipe.steps:
+                        break
+                self._end_epoch(rank, collector, done)
+                self.history.seconds = time.perf_counter() - started
+                self._show(bar)
+                if done == recipe.steps:
                     break
-            history.epoch_ends.append(history.steps)
-            history.seconds = time.perf_counter() - started
-            rank.refresh_ties()
-            write_back(working, student, rank.plain_weights())
-            if history.steps == recipe.steps:
-                break
-    return history, rank
+        rank.links.pass_on(STOP, done)
+        for sender in rank.links.refresh.values():
+            sender.send(Header(STOP, done))
+        rank.links.join()
+
+    def _end_epoch(self, rank: Rank, collector: Collector, steps: int) -> None:
+        rank.links.pass_on(EPOCH, steps)
+        values = collector.weights()
+        self.history.epoch_ends.append(steps)
+        rank.refresh(values)
+        for sender in rank.links.refresh.values():
+            sender.send(Header(EPOCH, steps), by_name(values))
+        self.maps = between(self.split, values)
+        write_back(values | plain_weights(self.split, values), self.split.student.model)
+
+    def _show(self, bar: Any) -> None:
+        if self.history.steps:
+            losses = " ".join(f"{v:.3f}" for v in self.history.relative[-1])
+            bar.set_postfix_str(f"relative loss {losses}", refresh=False)
+        bar.update(self.history.steps - bar.n)
 
 
-def write_back(source: nn.Module, target: nn.Module, instead: Mapping[str, Tensor]) -> None:
-    """Copy every parameter and buffer of `source`, or the tensor of its name in `instead`, into the tensors of
-    `target`, its twin; Ctrl-C waits for the end."""
-    values = {**dict(source.named_parameters()), **dict(source.named_buffers()), **instead}
-    pairs = [(tensor, values[name]) for name, tensor in (*target.named_parameters(), *target.named_buffers())]
+def write_back(values: Mapping[str, Tensor], target: nn.Module) -> None:
+    """Copy `values` into the parameters and buffers of these names; Ctrl-C waits for the end."""
+    tensors = (*target.named_parameters(), *target.named_buffers())
+    pairs = [(tensor, values[name]) for name, tensor in tensors if name in values]
     try:
         _copy_all(pairs)
     except KeyboardInterrupt:

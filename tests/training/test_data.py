@@ -111,8 +111,9 @@ def test_models_of_timm_and_torchvision_declare_their_input():
         ([SAMPLES], {"inputs": 3}, "inputs= is not a pair"),
         ([SAMPLES], {"epochs": 0}, "epochs is no count"),
         ([SAMPLES], {"strategy": "trdpu"}, "No such strategy"),
-        ([SAMPLES], {"devices": 2}, "one rank"),
-        ([SAMPLES], {"devices": "cuda:0"}, "another device"),
+        ([SAMPLES], {"devices": 0}, "no number of devices"),
+        ([SAMPLES], {"devices": []}, "names none"),
+        ([SAMPLES], {"devices": "cuda:99"}, "No such GPU"),
         ([SAMPLES], {"devices": "gpu"}, "No such device"),
     ],
 )

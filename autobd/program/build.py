@@ -1,0 +1,170 @@
+"""`build(plan, split) -> Program`: from a plan to the instructions of every rank.
+
+For each of its assignments, in the plan's order, a rank loads or receives its rows, runs all teacher blocks, relays at
+once, and then trains student after student: forward, backward, all-reduce, update.
+
+    rank 0   load  T0 T1 relay | S0 F B U  S1 F B U | load ...
+    rank 1           receive T2 T3 | S2 F B U  S3 F B U | receive ...
+"""
+
+from __future__ import annotations
+
+from ..blocks import Split
+from ..planner import Assignment, Plan
+from ..planner.plan import overlapping
+from .check import check
+from .instruction import Edge, Instruction, Op
+from .program import Program
+
+
+def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
+    """The program of a plan, checked.
+
+    Arguments:
+        own_input: give each student block the student's own boundary, detached, instead of the teacher's; it is
+            relayed beside the teacher's.
+
+    Errors: PlanError for a plan that does not train every block once, or whose ranks would wait for each other.
+    """
+    plan.check(len(split))
+    edges, inputs = _edges(plan, split, own_input)
+    together = [set(tie.blocks) for tie in split.ties if tie.together]
+    ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
+    program = Program(plan, tuple(edges), inputs, ranks, own_input)
+    check(program)
+    return program
+
+
+def teacher_blocks(plan: Plan, assignment: Assignment) -> range:
+    """The teacher blocks that an assignment runs: its own, and those before where it has no other source."""
+    return range(assignment.blocks[0] if plan.before(assignment) else 0, assignment.blocks[-1] + 1)
+
+
+Inputs = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def _edges(plan: Plan, split: Split, own_input: bool) -> tuple[list[Edge], Inputs]:
+    """Every message of a step; and for each assignment the input tensors that it reads, the teacher's and the
+    student's."""
+    edges: list[Edge] = []
+    inputs = []
+    for number, a in enumerate(plan.assignments):
+        before = plan.before(a)
+        teacher = {i for b in teacher_blocks(plan, a) for i in split.pairs[b].teacher.inputs}
+        student = {i for b in a.blocks for i in split.pairs[b].student.inputs}
+        inputs.append((tuple(sorted(teacher)), tuple(sorted(student))))
+        if teacher or student or before is None:
+            edges += [Edge(0, r, "inputs", number, slots=2 + _depth(plan, a)) for r in a.ranks if r != 0]
+        if before is not None:
+            pairs = [(before.ranks[i], a.ranks[j]) for i, j in overlapping(before.rows, a.rows)]
+            kinds = ("teacher", "student") if own_input else ("teacher",)
+            edges += [Edge(s, t, kind, number, before.blocks[-1]) for kind in kinds for s, t in pairs]
+    return edges, tuple(inputs)
+
+
+def _depth(plan: Plan, assignment: Assignment) -> int:
+    """How many stages come before an assignment."""
+    before = plan.before(assignment)
+    return 0 if before is None else 1 + _depth(plan, before)
+
+
+class _Builder:
+    """The instructions of one rank."""
+
+    def __init__(
+        self, plan: Plan, rank: int, edges: list[Edge], inputs: Inputs, together: list[set[int]], own_input: bool
+    ) -> None:
+        self.plan, self.rank, self.edges, self.inputs = plan, rank, edges, inputs
+        self.together, self.own_input = together, own_input
+        self.instructions: list[Instruction] = []
+
+    def run(self) -> tuple[Instruction, ...]:
+        for number, a in enumerate(self.plan.assignments):
+            scattered = self._edge_indices("inputs", number, source=self.rank)
+            sent = self.add(Op.SCATTER, None, number, edges=scattered) if scattered else None
+            if self.rank in a.ranks:
+                self._assignment(number, a, sent)
+        return tuple(self.instructions)
+
+    def add(self, op: Op, block: int | None, number: int, *after: int | None, edges: tuple[int, ...] = ()) -> int:
+        needs = tuple(sorted({i for i in after if i is not None}))
+        self.instructions.append(Instruction(op, block, number, edges, after=needs))
+        return len(self.instructions) - 1
+
+    def _edge_indices(
+        self,
+        kind: str,
+        number: int | None = None,
+        source: int | None = None,
+        target: int | None = None,
+        block: int | None = None,
+    ) -> tuple[int, ...]:
+        return tuple(
+            i
+            for i, e in enumerate(self.edges)
+            if e.kind == kind
+            and number in (None, e.assignment)
+            and source in (None, e.source)
+            and target in (None, e.target)
+            and block in (None, e.block)
+        )
+
+    def _assignment(self, number: int, a: Assignment, sent: int | None) -> None:
+        before, last = self.plan.before(a), a.blocks[-1]
+        reads = any(self.inputs[number]) or before is None
+        loaded = (
+            self.add(Op.LOAD, None, number, sent, edges=self._edge_indices("inputs", number, target=self.rank))
+            if reads
+            else None
+        )
+        teacher: dict[int, int | None] = {}
+        student: dict[int, int | None] = {}
+        if before is not None:
+            received = self._edge_indices("teacher", number, target=self.rank)
+            teacher[before.blocks[-1]] = self.add(Op.RECEIVE, before.blocks[-1], number, edges=received)
+        for block in teacher_blocks(self.plan, a):
+            teacher[block] = self.add(Op.TEACHER_FORWARD, block, number, loaded, teacher.get(block - 1))
+        relayed = self._edge_indices("teacher", source=self.rank, block=last)
+        if relayed:
+            self.add(Op.RELAY, last, number, teacher[last], edges=relayed)
+        if before is not None and self.own_input:
+            received = self._edge_indices("student", number, target=self.rank)
+            student[before.blocks[-1]] = self.add(Op.RECEIVE_STUDENT, before.blocks[-1], number, edges=received)
+        self._students(number, a, loaded, teacher, student)
+
+    def _students(
+        self,
+        number: int,
+        a: Assignment,
+        loaded: int | None,
+        teacher: dict[int, int | None],
+        student: dict[int, int | None],
+    ) -> None:
+        gradients: dict[int, int] = {}
+        updated: set[int] = set()
+        given = student if self.own_input else teacher
+        for block in a.blocks:
+            forward = self.add(Op.STUDENT_FORWARD, block, number, loaded, teacher[block], given.get(block - 1))
+            relayed = self._edge_indices("student", source=self.rank, block=block)
+            if self.own_input and (relayed or block != a.blocks[-1]):
+                student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
+                if relayed:
+                    self.add(Op.RELAY_STUDENT, block, number, student[block], edges=relayed)
+            gradients[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward)
+            if a.replicated:
+                gradients[block] = self.add(Op.ALL_REDUCE, block, number, gradients[block])
+            if not self.plan.barrier:
+                # The all-reduce of a block goes on while the next one computes.
+                ready = [b for b in gradients if b not in updated and (b != block or not a.replicated)]
+                self._update(number, ready, gradients, updated)
+        if self.plan.barrier:
+            gate = self.add(Op.BARRIER, None, number, *gradients.values())
+            gradients = dict.fromkeys(gradients, gate)
+        self._update(number, [b for b in a.blocks if b not in updated], gradients, updated)
+
+    def _update(self, number: int, blocks: list[int], gradients: dict[int, int], updated: set[int]) -> None:
+        for block in blocks:
+            waits_for = {block}.union(*(tied for tied in self.together if block in tied))
+            if waits_for <= set(gradients):  # what trains a weight together updates after all of it
+                self.add(Op.UPDATE, block, number, *(gradients[b] for b in waits_for))
+                updated.add(block)

@@ -1,0 +1,73 @@
+"""The Python of one rank's step, generated from its instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .instruction import Instruction, Op
+
+
+def generate(instructions: Sequence[Instruction], rank: int, own_input: bool = False) -> str:
+    """Readable Python for one rank. A value is dropped after the last instruction that reads it.
+
+    inputs0  rows of the inputs, of assignment 0      x3  the teacher's boundary after block 3
+    loss3    the loss of student block 3              s3  the student's own boundary after block 3
+    """
+    loaded = {i.assignment for i in instructions if i.op is Op.LOAD}
+    reads = [_reads(i, own_input, i.assignment in loaded) for i in instructions]
+    writes = [_writes(i) for i in instructions]
+    lines = [f"def step(rank, batch):  # rank {rank}"]
+    for position, (instruction, names, result) in enumerate(zip(instructions, reads, writes, strict=True)):
+        given = [str(instruction.assignment)] if instruction.block is None else [str(instruction.block)]
+        if instruction.edges:
+            given.append(repr(instruction.edges))
+        elif instruction.op is Op.LOAD:
+            given.append("()")
+        call = f"rank.{instruction.op.value}({', '.join([*given, *names])})"
+        lines.append(f"    {result} = {call}" if result else f"    {call}")
+        later = {n for after in reads[position + 1 :] for n in after} | {w for w in writes[position + 1 :] if w}
+        own = dict.fromkeys([*names, *([result] if result else [])])
+        dead = [n for n in own if n not in later and n not in ("None", "batch")]
+        if dead and position < len(instructions) - 1:
+            lines.append(f"    del {', '.join(dead)}")
+    if len(lines) == 1:
+        lines.append("    pass")
+    return "\n".join(lines) + "\n"
+
+
+def _reads(instruction: Instruction, own_input: bool, loaded: bool) -> list[str]:
+    block = instruction.block if instruction.block is not None else -1
+    inputs = f"inputs{instruction.assignment}" if loaded else "None"
+    match instruction.op:
+        case Op.SCATTER | Op.LOAD:
+            return ["batch"]
+        case Op.TEACHER_FORWARD:
+            return [inputs, _boundary("x", block - 1)]
+        case Op.STUDENT_FORWARD:
+            return [inputs, _boundary("s" if own_input else "x", block - 1), _boundary("x", block)]
+        case Op.RELAY:
+            return [_boundary("x", block)]
+        case Op.RELAY_STUDENT:
+            return [_boundary("s", block)]
+        case Op.STUDENT_BACKWARD:
+            return [f"loss{block}"]
+        case _:
+            return []
+
+
+def _writes(instruction: Instruction) -> str | None:
+    match instruction.op:
+        case Op.LOAD:
+            return f"inputs{instruction.assignment}"
+        case Op.TEACHER_FORWARD | Op.RECEIVE:
+            return f"x{instruction.block}"
+        case Op.STUDENT_BOUNDARY | Op.RECEIVE_STUDENT:
+            return f"s{instruction.block}"
+        case Op.STUDENT_FORWARD:
+            return f"loss{instruction.block}"
+        case _:
+            return None
+
+
+def _boundary(letter: str, block: int) -> str:
+    return f"{letter}{block}" if block >= 0 else "None"

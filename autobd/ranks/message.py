@@ -1,0 +1,112 @@
+"""A message: a few numbers and any tensors, packed into one buffer of bytes.
+
+count | kind step batch first last progress tensors | dtype dims shape strides offset | ... | bytes of the tensors
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STEP, EPOCH, STOP, GROW, FILLER = range(5)
+_DTYPES = tuple(
+    sorted(
+        {v for v in vars(torch).values() if isinstance(v, torch.dtype) and not str(v).startswith("torch.q")}, key=str
+    )
+)
+_ALIGNMENT = 64
+SMALLEST = 4096  # bytes; holds every header without tensors
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message is about.
+
+    Attributes:
+        kind: STEP, or one that carries no rows: EPOCH (it ends), STOP.
+        step: number of the step.
+        batch: rows of the whole batch; `first`, `last`: the rows that the message holds (`last` is one past).
+        progress: 0 to 1 through the training.
+    """
+
+    kind: int = STEP
+    step: int = 0
+    batch: int = 0
+    first: int = 0
+    last: int = 0
+    progress: float = 0.0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the parts of a message go: its size in bytes, the numbers in front, and tensors with their offsets."""
+
+    size: int
+    words: tuple[int, ...]
+    parts: tuple[tuple[Tensor, int], ...]
+
+    @classmethod
+    def of(cls, header: Header, tensors: Sequence[Tensor]) -> Packing:
+        """Tensors keep their strides where these cover their memory without gaps (channels last, transposed);
+        others become contiguous."""
+        tensors = [t if is_dense(t) else t.contiguous() for t in tensors]
+        (progress,) = struct.unpack("<q", struct.pack("<d", header.progress))
+        words = [header.kind, header.step, header.batch, header.first, header.last, progress, len(tensors)]
+        count = 1 + len(words) + sum(3 + 2 * t.ndim for t in tensors)
+        offset = _aligned(8 * count)
+        parts = []
+        for tensor in tensors:
+            words += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *tensor.stride(), offset]
+            parts.append((tensor, offset))
+            offset = _aligned(offset + tensor.numel() * tensor.element_size())
+        return cls(offset, (count, *words), tuple(parts))
+
+    def write(self, buffer: Tensor) -> None:
+        """Fill the first `size` bytes of `buffer`."""
+        buffer[: 8 * len(self.words)].view(torch.int64).copy_(torch.tensor(self.words))
+        for tensor, offset in self.parts:
+            if tensor.numel():
+                _strided(buffer, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset).copy_(tensor)
+
+
+def read(buffer: Tensor) -> tuple[Header, list[Tensor]]:
+    """The header and tensors of a packed message; the tensors are views of `buffer`."""
+    count = int(buffer[:8].view(torch.int64))
+    words = buffer[8 : 8 * count].view(torch.int64).tolist()
+    (progress,) = struct.unpack("<d", struct.pack("<q", words[5]))
+    tensors, at = [], 7
+    for _ in range(words[6]):
+        dims = words[at + 1]
+        shape, strides = words[at + 2 : at + 2 + dims], words[at + 2 + dims : at + 2 + 2 * dims]
+        tensors.append(_strided(buffer, _DTYPES[words[at]], tuple(shape), tuple(strides), words[at + 2 + 2 * dims]))
+        at += 3 + 2 * dims
+    kind, step, batch, first, last = words[:5]
+    return Header(kind, step, batch, first, last, progress), tensors
+
+
+def _strided(
+    buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> Tensor:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype, device=buffer.device)
+    return buffer[offset : offset + size].view(dtype).as_strided(shape, strides)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory exactly once."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

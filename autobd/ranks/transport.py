@@ -1,0 +1,190 @@
+"""Both ends of an edge: messages of any size between two ranks, received ahead, with a limit on those under way.
+
+A receive can only be posted at an agreed size. Both ends start at the same capacity; a longer message is announced by
+two short ones, the number that may have been posted before the announcement was read.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RankError
+from .message import FILLER, GROW, SMALLEST, STOP, Header, Packing, read
+from .waiting import Lost, Patience
+
+_POSTED = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an edge is called in errors: "rank 2 waits for rank 1 (boundary after block 3)"."""
+
+    own: int
+    peer: int
+    carries: str
+
+    def stalled(self, what: str, patience: Patience, step: int) -> RankError:
+        return RankError(
+            f"Rank {self.own} has waited {patience.timeout:g} s for rank {self.peer} {what} ({self.carries}), "
+            f"step {step}.",
+            expected="an answer in time",
+            do="look at what that rank does (a stalled loader?), or pass a longer timeout=",
+        )
+
+
+class Sender:
+    """The sending end; `send` returns when the message is packed, and waits while `slots` messages are under way.
+
+    Arguments:
+        group: torch.distributed process group (gloo); `tag`: the edge's number, equal at both ends.
+    """
+
+    def __init__(self, group: Any, place: Place, tag: int, slots: int, patience: Patience) -> None:
+        self._group, self._place, self._tag, self._patience = group, place, tag, patience
+        self._capacity, self._step = SMALLEST, 0
+        self._free: queue.Queue[Tensor | BaseException] = queue.Queue()
+        for _ in range(slots):
+            self._free.put(torch.empty(SMALLEST, dtype=torch.uint8))
+        self._sent: queue.Queue[tuple[Any, Tensor] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._wait, daemon=True, name=f"send to {place.peer}")
+        self._thread.start()
+
+    def send(self, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Errors: Lost, RankError if no slot becomes free in time."""
+        self._step = header.step
+        packing = Packing.of(header, tensors)
+        if packing.size > self._capacity:
+            self._capacity = packing.size + packing.size // 8
+            for kind in (GROW, FILLER):
+                self._put(Packing.of(Header(kind, header.step, batch=self._capacity), []))
+        self._put(packing)
+        if header.kind == STOP:  # one for the receive that is still posted
+            self._put(Packing.of(Header(FILLER, header.step), []))
+            self._sent.put(None)
+
+    def join(self) -> None:
+        """Wait until everything has arrived, after a STOP."""
+        self._thread.join(self._patience.timeout)
+
+    def _put(self, packing: Packing) -> None:
+        try:
+            buffer = self._patience.get(self._free)
+        except TimeoutError:
+            raise self._place.stalled("to take a message", self._patience, self._step) from None
+        if isinstance(buffer, BaseException):
+            self._free.put(buffer)
+            raise Lost(f"the connection to rank {self._place.peer}: {buffer}") from buffer
+        if buffer.numel() < packing.size:
+            buffer = torch.empty(self._capacity, dtype=torch.uint8)
+        packing.write(buffer)
+        try:
+            self._sent.put((self._group.send([buffer[: packing.size]], self._place.peer, self._tag), buffer))
+        except RuntimeError as error:
+            raise Lost(f"the connection to rank {self._place.peer}: {error}") from error
+
+    def _wait(self) -> None:
+        while (item := self._sent.get()) is not None:
+            work, buffer = item
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._free.put(error)
+                return
+            self._free.put(buffer)
+
+
+class Receiver:
+    """The receiving end: two receives are posted ahead; a message is valid until the next one is taken.
+
+    Arguments:
+        keep: copy every message when it arrives, so that the sender never waits (for results).
+    """
+
+    def __init__(self, group: Any, place: Place, tag: int, patience: Patience, keep: bool = False) -> None:
+        self._group, self._place, self._tag, self._keep, self._patience = group, place, tag, keep, patience
+        self._free: queue.Queue[Tensor] = queue.Queue()
+        for _ in range(_POSTED + 1):
+            self._free.put(torch.empty(SMALLEST, dtype=torch.uint8))
+        self._arrived: queue.Queue[Tensor | BaseException] = queue.Queue()
+        self._held: Tensor | None = None
+        self._next: tuple[Header, list[Tensor]] | None = None
+        self._step = 0
+        self._thread = threading.Thread(target=self._receive, daemon=True, name=f"receive from {place.peer}")
+        self._thread.start()
+
+    def peek(self) -> Header:
+        """The header of the next message. Errors: as `take`."""
+        if self._next is None:
+            self._next = self._get()
+        return self._next[0]
+
+    def take(self) -> tuple[Header, list[Tensor]]:
+        """The next message. Errors: Lost, RankError if none arrives in time."""
+        header, tensors = self._next or self._get()
+        self._next, self._step = None, header.step
+        return header, tensors
+
+    def ready(self) -> bool:
+        """Whether a message (or an error) can be taken without waiting."""
+        return self._next is not None or not self._arrived.empty()
+
+    def join(self) -> None:
+        """Wait until the sender's STOP has been read."""
+        self._thread.join(self._patience.timeout)
+
+    def _get(self) -> tuple[Header, list[Tensor]]:
+        if self._held is not None:
+            self._free.put(self._held)
+            self._held = None
+        try:
+            buffer = self._patience.get(self._arrived)
+        except TimeoutError:
+            raise self._place.stalled("to send", self._patience, self._step + 1) from None
+        if isinstance(buffer, BaseException):
+            self._arrived.put(buffer)
+            raise Lost(f"the connection to rank {self._place.peer}: {buffer}") from buffer
+        if not self._keep:
+            self._held = buffer
+        return read(buffer)
+
+    def _receive(self) -> None:
+        capacity = SMALLEST
+        posted: deque[tuple[Any, Tensor]] = deque()
+        stopping = False
+        try:
+            while True:
+                while len(posted) < (1 if stopping else _POSTED):
+                    try:
+                        buffer = self._free.get(block=not posted)
+                    except queue.Empty:
+                        break
+                    if buffer.numel() < capacity:
+                        buffer = torch.empty(capacity, dtype=torch.uint8)
+                    posted.append((self._group.recv([buffer], self._place.peer, self._tag), buffer))
+                work, buffer = posted.popleft()
+                work.wait()
+                if stopping:
+                    return
+                header, _ = read(buffer)
+                if header.kind in (GROW, FILLER):
+                    capacity = max(capacity, header.batch)
+                    self._free.put(buffer)
+                    continue
+                stopping = header.kind == STOP
+                if self._keep:
+                    self._arrived.put(buffer.clone())
+                    self._free.put(buffer)
+                else:
+                    self._arrived.put(buffer)
+                    if stopping:
+                        self._free.put(torch.empty(SMALLEST, dtype=torch.uint8))
+        except RuntimeError as error:
+            self._arrived.put(error)

@@ -1,0 +1,82 @@
+"""Wait for other ranks: for so long, open to Ctrl-C, and only while they live."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_LOOK = 0.25  # seconds between two looks at whether the other ranks live
+
+
+class Lost(Exception):
+    """The connection to a peer broke, or a rank died."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait.
+
+    Attributes:
+        timeout: seconds; None: for ever.
+        alarm: called now and then while waiting; raises Lost if a rank has died.
+    """
+
+    timeout: float | None
+    alarm: Callable[[], None] = lambda: None
+
+    def get(self, source: queue.Queue[T]) -> T:
+        """The next item. Errors: TimeoutError, Lost."""
+        end = None if self.timeout is None else time.monotonic() + self.timeout
+        while True:
+            left = _LOOK if end is None else min(_LOOK, max(end - time.monotonic(), 0))
+            try:
+                return source.get(timeout=left)
+            except queue.Empty:
+                self.alarm()
+                if end is not None and time.monotonic() >= end:
+                    raise TimeoutError from None
+
+
+class Pending:
+    """The result of a function that runs on another thread, so that what blocks in C++ does not block Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._result: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+
+    def run(self, function: Callable[[], Any]) -> None:
+        try:
+            self._result.put((function(), None))
+        except BaseException as error:
+            self._result.put((None, error))
+
+    def result(self, patience: Patience) -> Any:
+        """Errors: TimeoutError; Lost, also for what the connection's own code raises; or what the function raised."""
+        value, error = patience.get(self._result)
+        if isinstance(error, RuntimeError):
+            raise Lost(str(error)) from error
+        if error is not None:
+            raise error
+        return value
+
+
+class Waiter:
+    """One thread that runs functions in order; it does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._todo: queue.Queue[tuple[Pending, Callable[[], Any]]] = queue.Queue()
+        threading.Thread(target=self._run, daemon=True, name="waiter").start()
+
+    def submit(self, function: Callable[[], Any]) -> Pending:
+        pending = Pending()
+        self._todo.put((pending, function))
+        return pending
+
+    def _run(self) -> None:
+        while True:
+            pending, function = self._todo.get()
+            pending.run(function)

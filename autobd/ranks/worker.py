@@ -1,0 +1,83 @@
+"""A rank other than the caller's: takes jobs and runs them until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .control import Report, post, receive_bytes, send_bytes
+from .peers import ALL, Groups, Peers
+from .pickling import loads
+from .waiting import Patience
+
+Job = Callable[[Peers], Any]
+
+
+def serve(rank: int, size: int, device: torch.device, timeout: float, groups: Groups, store: Any) -> None:
+    """Run jobs until rank 0 sends an empty one. An error is left for rank 0 to find, and raised."""
+    control = groups(ALL, range(size))
+    run = 0
+    while data := receive_bytes(control, 0):
+        try:
+            job: Job = loads(data)
+            del data
+            run += 1
+            result = job(Peers(rank, size, device, Patience(timeout), groups, run))
+            del job
+            send_bytes(control, 0, pickle.dumps(result))
+        except BaseException as error:
+            post(store, rank, Report.of(error))
+            raise
+
+
+def main() -> None:
+    """A local rank, started by `local.start`: its settings come from standard input, whose end means that the caller
+    is gone."""
+    source = sys.stdin.buffer
+    settings = pickle.load(source)
+    threading.Thread(target=_leave_with_the_caller, args=(source,), daemon=True).start()
+    sys.path[:] = settings["path"]
+    torch.set_num_threads(settings["threads"])
+    apply(settings["torch"])
+    rank, size, device = settings["rank"], settings["size"], torch.device(settings["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.FileStore(settings["store"], size)  # type: ignore[attr-defined]
+    try:
+        serve(rank, size, device, settings["timeout"], Groups(rank, store, loopback=True), store)
+    except BaseException:
+        sys.stderr.flush()
+        os._exit(1)  # the caller prints the report; other threads may be waiting in C++
+    os._exit(0)
+
+
+def torch_settings() -> dict[str, Any]:
+    """Global settings of torch that numbers depend on."""
+    return {
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+    }
+
+
+def apply(settings: dict[str, Any]) -> None:
+    torch.set_default_dtype(settings["dtype"])
+    torch.set_float32_matmul_precision(settings["precision"])
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    torch.backends.mkldnn.enabled = settings["mkldnn"]
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
+
+
+def _leave_with_the_caller(source: Any) -> None:
+    source.read()
+    os._exit(2)

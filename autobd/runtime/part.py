@@ -1,0 +1,122 @@
+"""Block pairs cut loose from their two models, so that a rank can hold its own and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor, fx, nn
+
+from ..blocks import Split
+from ..blocks.adapters import Adapter
+from ..recipe import Recipe
+from ..recipe.recipe import BlockRecipe
+from .ties import stale_copies, trained_names
+
+
+@dataclass(frozen=True)
+class StudentPart:
+    """A student block as it is trained.
+
+    Attributes:
+        module: called with the boundary before it and its input tensors; `inputs`: indices of these.
+        distilled: indices, behind the block, of the tensors that it learns.
+        before, behind: adapters of the tensors before and behind it.
+        keys: path of a tensor in `module` -> key in the student, for those that training may change; `stale` likewise
+            for copies of weights that an earlier block trains.
+        trained: keys of the parameters that its optimizer updates.
+        tied: it trains a weight together with other blocks.
+        recipe: what it is trained with.
+        varies: it may leave out its weights in a step, as a layer that drops itself does; `keys_python`: its forward
+            may draw Python's random numbers.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    distilled: tuple[int, ...]
+    before: tuple[Adapter, ...]
+    behind: tuple[Adapter, ...]
+    keys: Mapping[str, str]
+    stale: Mapping[str, str]
+    trained: tuple[str, ...]
+    tied: bool
+    recipe: BlockRecipe
+    varies: bool
+    keys_python: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block pair; `student` is None where only the teacher runs.
+
+    Attributes:
+        where: the student's modules, for errors.
+        inputs: indices of the teacher's input tensors that the block reads.
+        folded: how many rows of each tensor behind the block belong to one sample.
+    """
+
+    block: int
+    where: str
+    teacher: fx.GraphModule
+    inputs: tuple[int, ...]
+    folded: tuple[int, ...]
+    student: StudentPart | None
+
+
+def parts_of(split: Split, student: nn.Module, recipe: Recipe) -> list[Part]:
+    """Every block pair of `split`, over the modules of its teacher and of `student`, a copy of its student."""
+    named = dict(student.named_parameters())
+    keys = {id(t): name for name, t in (*named.items(), *student.named_buffers())}
+    stale = stale_copies(split, named)
+    students = split.bind_student(student, stale)
+    trained, opaque = trained_names(split, named), split.student.opaque
+    before: tuple[Adapter, ...] = ()
+    parts = []
+    for b, (pair, teacher, module) in enumerate(zip(split.pairs, split.bind_teacher(), students, strict=True)):
+        copies = {id(copy): name for name, copy in stale[b].items()}
+        own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+        behind = tuple(_without_nodes(a) for a in pair.adapters)
+        parts.append(
+            Part(
+                b,
+                " .. ".join(pair.student.modules),
+                teacher,
+                pair.teacher.inputs,
+                tuple(t.folded for t in pair.teacher.returns),
+                StudentPart(
+                    module,
+                    pair.student.inputs,
+                    pair.student.distilled,
+                    before,
+                    behind,
+                    {path: keys[id(t)] for path, t in own.items() if id(t) in keys and _may_change(t)},
+                    {path: copies[id(t)] for path, t in own.items() if id(t) in copies},
+                    tuple(trained[b]),
+                    any(tie.together and b in tie.blocks for tie in split.ties),
+                    recipe.for_block(b, len(split), split.logits),
+                    any(n.op == "call_module" and n.target in opaque for n in pair.student.graph.nodes),
+                    bool(opaque),
+                ),
+            )
+        )
+        before = behind
+    return parts
+
+
+def _may_change(tensor: Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter) or tensor.requires_grad
+
+
+def _without_nodes(adapter: Adapter) -> Adapter:
+    """The adapter without the graphs that its tensors come from."""
+    nothing = cast(fx.Node, None)
+    return replace(
+        adapter, teacher=replace(adapter.teacher, node=nothing), student=replace(adapter.student, node=nothing)
+    )
+
+
+def tensors_at(module: nn.Module, paths: Mapping[str, str]) -> dict[str, Any]:
+    """The tensors of a block by their keys in the student."""
+    own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+    return {key: own[path] for path, key in paths.items()}

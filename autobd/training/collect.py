@@ -1,0 +1,54 @@
+"""Bring together, on the caller's rank, what all ranks report: losses step by step, weights at epoch ends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import Tensor
+
+from ..ranks import EPOCH
+from ..runtime import Rank, ShareLosses
+from .history import History
+from .jobs import named, unpacked
+
+
+class Collector:
+    """Losses of whole steps, in order, from the shares that ranks report, possibly some steps late.
+
+    Arguments:
+        rank: the caller's; `blocks`: how many there are; `history`: what grows.
+    """
+
+    def __init__(self, rank: Rank, blocks: int, history: History) -> None:
+        self._rank, self._blocks, self._history = rank, blocks, history
+        self._steps: dict[int, list[dict[int, ShareLosses]]] = defaultdict(list)
+
+    def add(self, step: int, losses: dict[int, ShareLosses]) -> None:
+        """One rank's losses of a step; a step is complete when all ranks have reported it."""
+        self._steps[step].append(losses)
+        done = self._history.steps
+        while len(self._steps[done]) == 1 + len(self._rank.links.results):
+            shares = self._steps.pop(done)
+            totals = []
+            for block in range(self._blocks):
+                own = [s[block] for s in shares if block in s]
+                totals.append([sum(getattr(s, n) * s.weight for s in own) for n in ("loss", "relative")])
+            self._history.add(tuple(t[0] for t in totals), tuple(t[1] for t in totals))
+            done += 1
+
+    def look(self) -> None:
+        """Take the reports that are there."""
+        for receiver in self._rank.links.results.values():
+            while receiver.ready() and receiver.peek().kind != EPOCH:
+                header, tensors = receiver.take()
+                self.add(header.step, unpacked(tensors))
+
+    def weights(self) -> dict[str, Tensor]:
+        """At an epoch's end: what training has changed, by key, from all ranks."""
+        found = dict(self._rank.trained())
+        for receiver in self._rank.links.results.values():
+            while receiver.peek().kind != EPOCH:
+                header, tensors = receiver.take()
+                self.add(header.step, unpacked(tensors))
+            found |= named(receiver.take()[1])
+        return found

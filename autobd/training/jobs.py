@@ -1,0 +1,95 @@
+"""What each rank is given to do, and what the ranks other than the caller's do with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..program import Program
+from ..program.build import teacher_blocks
+from ..ranks import EPOCH, STEP, Header, Peers
+from ..runtime import Part, Rank, ShareLosses
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of a run.
+
+    Attributes:
+        rank: its number; `program`: what all ranks do; `parts`: its block pairs; `seed`: as for `distill`.
+        refreshed: ranks that hold copies of weights that another rank trains.
+    """
+
+    rank: int
+    program: Program
+    parts: Mapping[int, Part]
+    seed: int
+    refreshed: tuple[int, ...]
+
+    def start(self, peers: Peers) -> Rank:
+        return Rank(self.rank, self.program, self.parts, self.seed, peers, self.refreshed)
+
+
+def jobs(program: Program, parts: Sequence[Part], seed: int) -> dict[int, Job]:
+    """The job of every rank that has something to do, and of rank 0."""
+    plan = program.plan
+    found = {}
+    for rank, instructions in enumerate(program.ranks):
+        if not instructions and rank != 0:
+            continue
+        mine = [a for a in plan.assignments if rank in a.ranks]
+        trained = {b for a in mine for b in a.blocks}
+        needed = trained | {b for a in mine for b in teacher_blocks(plan, a)}
+        own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in sorted(needed)}
+        found[rank] = Job(rank, program, own, seed, ())
+    refreshed = tuple(r for r, job in found.items() if any(p.student and p.student.stale for p in job.parts.values()))
+    return {r: replace(job, refreshed=refreshed) for r, job in found.items()}
+
+
+def follow(job: Job, peers: Peers) -> None:
+    """Run steps as they come, until the rank before says stop; send losses and, at epoch ends, weights to rank 0."""
+    rank, step = job.start(peers), job.program.compile(job.rank)
+    links = rank.links
+    assert links.report is not None
+    while True:
+        coming = links.next()
+        if coming.kind == STEP:
+            rank.run(step, None)
+            links.report.send(Header(STEP, coming.step), packed(rank.finish_step()))
+            continue
+        links.pass_on(coming.kind, coming.step)
+        if coming.kind != EPOCH:
+            break
+        links.report.send(coming, by_name(rank.trained()))
+        if links.news is not None:
+            rank.refresh(named(links.news.take()[1]))
+    links.report.send(coming)
+    if links.news is not None:
+        links.news.take()
+    links.join()
+
+
+def by_name(values: Mapping[str, Tensor]) -> list[Tensor]:
+    """Named tensors as those of a message: the names first."""
+    names = bytearray(json.dumps(list(values)).encode())
+    return [torch.frombuffer(names, dtype=torch.uint8), *values.values()]
+
+
+def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What `by_name` was given."""
+    names = json.loads(bytes(tensors[0].tolist()))
+    return dict(zip(names, tensors[1:], strict=True))
+
+
+def packed(losses: Mapping[int, ShareLosses]) -> list[Tensor]:
+    """Losses as a message: rows of (block, loss, relative, weight)."""
+    rows = [[block, s.loss, s.relative, s.weight] for block, s in losses.items()]
+    return [torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)]
+
+
+def unpacked(tensors: Sequence[Tensor]) -> dict[int, ShareLosses]:
+    return {int(row[0]): ShareLosses(*row[1:]) for row in tensors[0].tolist()}
