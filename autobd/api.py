@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .planner import Plan, plan
 from .program import Program, build
+from .ranks import Group
 from .ranks import open as open_ranks
 from .recipe import Recipe
 from .training import Batches, History, check_like, random_batches, train
@@ -61,7 +63,7 @@ def distill(
     student: nn.Module,
     data: Any = None,
     *,
-    devices: str | int | Sequence[str] = "auto",
+    devices: str | int | Sequence[str] | Group = "auto",
     strategy: str | Plan = "auto",
     threads: int | None = None,
     timeout: float = 300.0,
@@ -92,7 +94,8 @@ def distill(
             tensor, `(inputs, targets)`, several inputs, or a dict of keyword arguments; targets are not used. None: a
             smoke run on random inputs.
         devices: one rank for each: "auto" (all GPUs; without one, the device that the models are on), a number of
-            them, or names such as `["cuda:0", "cuda:1"]` or `["cpu"] * 2`.
+            them, names such as `["cuda:0", "cuda:1"]` or `["cpu"] * 2`, or a group of ranks that is open
+            (`ranks.open`), which may run several times.
         strategy: "auto", a schedule by its name in the Pipe-BD paper, or a `Plan` (see `planner.plan`).
         threads: of each rank on a CPU; default: the cores, shared evenly.
         timeout: seconds after which a rank that does not answer is an error.
@@ -123,11 +126,12 @@ def distill(
         recipe = replace(recipe, epochs=epochs)
     to_pair = _to_pair(teacher, student, inputs, example)
     home = next(student.parameters()).device
-    cluster = Cluster.of(devices, home)
+    given = devices if isinstance(devices, Group) else None
+    cluster = given.cluster if given else Cluster.of(devices, home)  # type: ignore[arg-type]
     with (
         same_randomness(teacher, student),
         torch.inference_mode(False),
-        open_ranks(cluster, timeout, threads) as group,
+        nullcontext(given) if given else open_ranks(cluster, timeout, threads) as group,
     ):
         torch.manual_seed(seed)
         notes = []
@@ -158,7 +162,7 @@ def distill(
         check_like(first, found)
         found = found.fit(first[0], verification.teacher_writes)
         chosen = plan(found, cluster, strategy)
-        program = build(chosen, found)
+        program = build(chosen, found, own_input=recipe.block_input == "student")
         start = weights_from_teacher(found) if init == "teacher" else {}
         if init == "teacher":
             tensors = len({**dict(student.named_parameters()), **dict(student.named_buffers())})

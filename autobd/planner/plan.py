@@ -66,6 +66,25 @@ class Plan:
             return None
         return next(a for a in self.assignments if a.blocks[-1] == assignment.blocks[0] - 1)
 
+    def student_before(self, assignment: Assignment) -> Assignment | None:
+        """The assignment that passes the student's own boundary on to this one; None before the first block.
+
+        Errors: PlanError if both have some ranks in common but not all, with the same shares.
+        """
+        first = assignment.blocks[0]
+        if first == 0:
+            return None
+        before = next(a for a in self.assignments if a.blocks[-1] == first - 1)
+        same = (before.ranks, before.rows) == (assignment.ranks, assignment.rows)
+        if not same and set(before.ranks) & set(assignment.ranks):
+            raise PlanError(
+                f"The student's own boundary after block {first - 1} cannot be handed over.",
+                given=f"ranks {before.ranks} with rows {before.rows}, then {assignment.ranks} with {assignment.rows}",
+                expected="the same ranks with the same shares, or other ranks",
+                do='use another strategy, or Recipe(block_input="teacher")',
+            )
+        return before
+
     def check(self, blocks: int) -> None:
         """Refuse a plan that does not train each of `blocks` blocks exactly once. Errors: PlanError."""
         trained = Counter(b for a in self.assignments for b in a.blocks)

@@ -56,10 +56,18 @@ def _edges(plan: Plan, split: Split, own_input: bool) -> tuple[list[Edge], Input
         if teacher or student or before is None:
             edges += [Edge(0, r, "inputs", number, slots=2 + _depth(plan, a)) for r in a.ranks if r != 0]
         if before is not None:
-            pairs = [(before.ranks[i], a.ranks[j]) for i, j in overlapping(before.rows, a.rows)]
-            kinds = ("teacher", "student") if own_input else ("teacher",)
-            edges += [Edge(s, t, kind, number, before.blocks[-1]) for kind in kinds for s, t in pairs]
+            edges += _hand_over(before, a, "teacher", number)
+        own = plan.student_before(a) if own_input else None
+        if own is not None and (own.ranks, own.rows) != (a.ranks, a.rows):
+            edges += _hand_over(own, a, "student", number)
     return edges, tuple(inputs)
+
+
+def _hand_over(source: Assignment, target: Assignment, kind: str, number: int) -> list[Edge]:
+    return [
+        Edge(source.ranks[i], target.ranks[j], kind, number, source.blocks[-1])
+        for i, j in overlapping(source.rows, target.rows)
+    ]
 
 
 def _depth(plan: Plan, assignment: Assignment) -> int:
@@ -76,7 +84,9 @@ class _Builder:
     ) -> None:
         self.plan, self.rank, self.edges, self.inputs = plan, rank, edges, inputs
         self.together, self.own_input = together, own_input
+        self.blocks = sum(len(a.blocks) for a in plan.assignments)
         self.instructions: list[Instruction] = []
+        self.student: dict[int, int | None] = {}  # what makes the student's own boundary after a block
 
     def run(self) -> tuple[Instruction, ...]:
         for number, a in enumerate(self.plan.assignments):
@@ -118,7 +128,6 @@ class _Builder:
             else None
         )
         teacher: dict[int, int | None] = {}
-        student: dict[int, int | None] = {}
         if before is not None:
             received = self._edge_indices("teacher", number, target=self.rank)
             teacher[before.blocks[-1]] = self.add(Op.RECEIVE, before.blocks[-1], number, edges=received)
@@ -127,29 +136,23 @@ class _Builder:
         relayed = self._edge_indices("teacher", source=self.rank, block=last)
         if relayed:
             self.add(Op.RELAY, last, number, teacher[last], edges=relayed)
-        if before is not None and self.own_input:
-            received = self._edge_indices("student", number, target=self.rank)
-            student[before.blocks[-1]] = self.add(Op.RECEIVE_STUDENT, before.blocks[-1], number, edges=received)
-        self._students(number, a, loaded, teacher, student)
+        received = self._edge_indices("student", number, target=self.rank)
+        if received:
+            block = a.blocks[0] - 1
+            self.student[block] = self.add(Op.RECEIVE_STUDENT, block, number, edges=received)
+        self._students(number, a, loaded, teacher)
 
-    def _students(
-        self,
-        number: int,
-        a: Assignment,
-        loaded: int | None,
-        teacher: dict[int, int | None],
-        student: dict[int, int | None],
-    ) -> None:
+    def _students(self, number: int, a: Assignment, loaded: int | None, teacher: dict[int, int | None]) -> None:
         gradients: dict[int, int] = {}
         updated: set[int] = set()
-        given = student if self.own_input else teacher
+        given = self.student if self.own_input else teacher
         for block in a.blocks:
             forward = self.add(Op.STUDENT_FORWARD, block, number, loaded, teacher[block], given.get(block - 1))
             relayed = self._edge_indices("student", source=self.rank, block=block)
-            if self.own_input and (relayed or block != a.blocks[-1]):
-                student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
+            if self.own_input and block + 1 < self.blocks:
+                self.student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
                 if relayed:
-                    self.add(Op.RELAY_STUDENT, block, number, student[block], edges=relayed)
+                    self.add(Op.RELAY_STUDENT, block, number, self.student[block], edges=relayed)
             gradients[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward)
             if a.replicated:
                 gradients[block] = self.add(Op.ALL_REDUCE, block, number, gradients[block])

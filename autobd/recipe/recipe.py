@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ class Recipe:
         steps: stop after so many steps, whatever `epochs` says.
         logits: whether the distilled output is a classifier's logits; None: known classifiers only.
         temperature: of the KL loss.
+        block_input: what a student block is given, "teacher" (the teacher's boundary, as in the papers) or "student"
+            (the student's own, detached: it sees and corrects the errors of the blocks before).
     """
 
     loss: Loss | Mapping[int, Loss] | None = None
@@ -42,8 +44,13 @@ class Recipe:
     steps: int | None = None
     logits: bool | None = None
     temperature: float = 4.0
+    block_input: Literal["teacher", "student"] = "teacher"
 
     def __post_init__(self) -> None:
+        if self.block_input not in ("teacher", "student"):
+            raise InputError(
+                "Recipe.block_input names no boundary.", given=repr(self.block_input), expected='"teacher" or "student"'
+            )
         for name, value, least in (("epochs", self.epochs, 1), ("steps", self.steps, 1)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise InputError(
