@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import Split, Verification, split
 from .blocks.folding import Wanted
@@ -26,8 +27,9 @@ from .planner import Plan, plan
 from .program import Program, build
 from .ranks import Group
 from .ranks import open as open_ranks
+from .ranks.joined import Joined, launched
 from .recipe import Recipe
-from .training import Batches, History, check_like, random_batches, train
+from .training import Batches, History, check_like, random_batches, train, write_back
 
 
 @dataclass(frozen=True)
@@ -126,61 +128,114 @@ def distill(
         recipe = replace(recipe, epochs=epochs)
     to_pair = _to_pair(teacher, student, inputs, example)
     home = next(student.parameters()).device
-    given = devices if isinstance(devices, Group) else None
-    cluster = given.cluster if given else Cluster.of(devices, home)  # type: ignore[arg-type]
+    as_asked = partial(
+        split,
+        teacher,
+        student,
+        blocks=blocks,
+        cuts=cuts,
+        adapters=adapters,
+        resample=resample,
+        hybrid=hybrid,
+        ties=ties,
+        logits=recipe.logits,
+        inputs=(lambda pair: pair[0], lambda pair: pair[1]),
+    )
     with (
         same_randomness(teacher, student),
         torch.inference_mode(False),
-        nullcontext(given) if given else open_ranks(cluster, timeout, threads) as group,
+        _ranks(devices, home, timeout, threads) as group,
     ):
-        torch.manual_seed(seed)
-        notes = []
-        if data is None:
-            data = random_batches(teacher, example, batch_size, seed)
-            batch_size = None
-            notes.append(f"no data was given: {len(data)} random batches, a smoke run only; the student is of no use")
-            warnings.warn(notes[-1], stacklevel=2)
-        batches = Batches(data, batch_size, seed)
-        first = tuple(a.on(home) for a in to_pair(batches.first()))
-        pair_example = first if example is None else tuple(a.on(home) for a in to_pair(example))
-        found = split(
-            teacher,
-            student,
-            pair_example,
-            blocks=blocks,
-            cuts=cuts,
-            adapters=adapters,
-            resample=resample,
-            hybrid=hybrid,
-            ties=ties,
-            logits=recipe.logits,
-            inputs=(lambda pair: pair[0], lambda pair: pair[1]),
-        )
-        for block in range(len(found)):
-            recipe.for_block(block, len(found), found.logits)
-        verification = found.verify()
-        check_like(first, found)
-        found = found.fit(first[0], verification.teacher_writes)
-        chosen = plan(found, cluster, strategy)
-        program = build(chosen, found, own_input=recipe.block_input == "student")
-        start = weights_from_teacher(found) if init == "teacher" else {}
-        if init == "teacher":
-            tensors = len({**dict(student.named_parameters()), **dict(student.named_buffers())})
-            notes.append(f'init="teacher" set {len(start)} of the student\'s {tensors} parameters and buffers')
-        history, maps = train(
-            found,
-            program,
-            recipe,
-            batches,
-            to_pair,
-            seed,
-            progress,
-            group,
-            verification.teacher_writes,
-            start,
-        )
-    kept = hybrid_student(found, student, maps)
-    return Distilled(student, history, found, verification, chosen, program, tuple(notes), kept)
+        if isinstance(group, Joined) and not group.leads:
+            group.serve()
+            return _shared(group.share(), as_asked, teacher, student, home)
+        with _telling(group):
+            torch.manual_seed(seed)
+            notes = []
+            if data is None:
+                data = random_batches(teacher, example, batch_size, seed)
+                batch_size = None
+                notes.append(
+                    f"no data was given: {len(data)} random batches, a smoke run only; the student is of no use"
+                )
+                warnings.warn(notes[-1], stacklevel=2)
+            batches = Batches(data, batch_size, seed)
+            first = tuple(a.on(home) for a in to_pair(batches.first()))
+            recorded = first if example is None else tuple(a.on(home) for a in to_pair(example))
+            found = as_asked(recorded)
+            for block in range(len(found)):
+                recipe.for_block(block, len(found), found.logits)
+            verification = found.verify()
+            check_like(first, found)
+            found = found.fit(first[0], verification.teacher_writes)
+            chosen = plan(found, group.cluster, strategy)
+            program = build(chosen, found, own_input=recipe.block_input == "student")
+            start = weights_from_teacher(found) if init == "teacher" else {}
+            if init == "teacher":
+                notes.append(
+                    f'init="teacher" set {len(start)} of the student\'s {len(_tensors(student))} parameters and buffers'
+                )
+            history, maps = train(
+                found, program, recipe, batches, to_pair, seed, progress, group, verification.teacher_writes, start
+            )
+        done = Distilled(student, history, found, verification, chosen, program, tuple(notes))
+        if isinstance(group, Joined):
+            group.share(_Shared.of(done, recorded, maps))
+    return replace(done, hybrid=hybrid_student(found, student, maps))
+
+
+def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None) -> AbstractContextManager[Group]:
+    """The group that is given, the launcher's processes, or local ranks."""
+    if isinstance(devices, Group):
+        return nullcontext(devices)
+    processes = launched()
+    if processes > 1 and (devices in ("auto", processes) or not isinstance(devices, (str, int))):
+        return Joined("auto" if devices == processes else devices, timeout, threads)
+    return open_ranks(Cluster.of(devices, home), timeout, threads)
+
+
+@contextmanager
+def _telling(group: Group) -> Iterator[None]:
+    """Let the launcher's other processes fail as this one does."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(group, Joined) and not group.broken:
+            group.share(error)
+        raise
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What rank 0 tells the launcher's other processes at the end: `Distilled` without models, weights, and inputs to
+    split the models with."""
+
+    done: Distilled
+    recorded: tuple[Arguments, ...]
+    values: Mapping[str, Tensor]
+    maps: Mapping[tuple[int, int], Tensor]
+
+    @classmethod
+    def of(cls, done: Distilled, recorded: tuple[Arguments, ...], maps: Mapping[tuple[int, int], Tensor]) -> _Shared:
+        values = {name: t.detach().cpu() for name, t in _tensors(done.student).items()}
+        bare = replace(done, student=cast(Any, None), split=cast(Any, None))
+        cpu = torch.device("cpu")
+        return cls(bare, tuple(a.on(cpu) for a in recorded), values, {k: m.cpu() for k, m in maps.items()})
+
+
+def _shared(
+    told: Any, as_asked: Callable[[Any], Split], teacher: nn.Module, student: nn.Module, home: torch.device
+) -> Distilled:
+    """What rank 0 has shared, with this process's own models."""
+    if isinstance(told, Exception):
+        raise told
+    found = as_asked(tuple(a.on(home) for a in told.recorded))
+    write_back(told.values, student)
+    return replace(told.done, student=student, split=found, hybrid=hybrid_student(found, student, told.maps))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _to_pair(

@@ -52,6 +52,11 @@ class Group:
             self._groups = Groups(0, self._store, loopback=True)
 
     @property
+    def broken(self) -> bool:
+        """Whether a rank has failed, so that no other can be reached."""
+        return self._broken
+
+    @property
     def size(self) -> int:
         return len(self.cluster.devices)
 
@@ -153,7 +158,7 @@ class Group:
         deadline = time.monotonic() + _REPORTS
         reports: dict[int, Report] = {}
         while time.monotonic() < deadline:
-            reports = {r: report for r in self._processes if (report := posted(self._store, r)) is not None}
+            reports = {r: report for r in range(1, self.size) if (report := posted(self._store, r)) is not None}
             first = next(((r, report) for r, report in reports.items() if not report.lost), None)
             if first is not None:
                 return first[1].as_error(first[0], what(first[0]))

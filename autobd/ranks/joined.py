@@ -1,0 +1,102 @@
+"""Under `torchrun` the processes are there already: rank 0 gives the jobs, the others serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ..cluster import Cluster
+from ..errors import InputError, RankError
+from .control import receive_bytes, send_bytes
+from .group import Group
+from .peers import ALL, Groups
+from .pickling import dumps, loads
+from .waiting import Lost, Patience, Waiter
+from .worker import serve
+
+_OPENED = iter(range(1 << 62))
+
+
+def launched() -> int:
+    """How many processes the launcher has started (1 without one)."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
+
+
+class Joined(Group):
+    """The group of a launcher's processes, one rank each. Every one of them must make it, and call the same methods.
+
+    Arguments:
+        devices: as for `distill`; "auto": each process's GPU by `LOCAL_RANK`, else the CPU.
+        timeout, threads: as for `open`.
+
+    Errors: InputError if `devices` are not as many as the processes.
+    """
+
+    def __init__(self, devices: Any, timeout: float, threads: int | None) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        self.timeout, self._threads, self._runs, self._broken = timeout, threads, 0, False
+        self._processes = {}
+        self._waiter, self._patience = Waiter(), Patience(timeout)
+        self._store = c10d.PrefixStore(f"autobd {next(_OPENED)}", c10d._get_default_store())
+        self._groups = Groups(self.rank, None, loopback=False)
+        self.cluster = Cluster(_names(devices, self.rank, world, self._store))
+        self._groups(ALL, range(world))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def serve(self) -> None:
+        """On ranks other than 0: run rank 0's jobs until it shares something. Errors: those of a job; RankError."""
+        device = torch.device(self.cluster.devices[self.rank])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        threads = torch.get_num_threads()
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            serve(self.rank, self.size, device, self.timeout, self._groups, self._store)
+        except (Lost, RuntimeError) as error:
+            raise RankError(f"Rank {self.rank} lost the others.", given=str(error)) from error
+        finally:
+            torch.set_num_threads(threads)
+
+    def share(self, value: Any = None) -> Any:
+        """Rank 0's `value` on every rank; ends `serve`."""
+        if not self.leads:
+            return loads(receive_bytes(self._groups(ALL, range(self.size)), 0))
+        data = dumps(value)
+        for rank in range(1, self.size):
+            for part in (b"", data):
+                self._wait(partial(send_bytes, self._control, rank, part))
+        return value
+
+    def close(self) -> None:
+        """Nothing to end: the processes are the launcher's."""
+
+
+def _names(devices: Any, rank: int, world: int, store: Any) -> tuple[str, ...]:
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    if devices == "auto":
+        own = f"cuda:{local}" if torch.cuda.is_available() and local < torch.cuda.device_count() else "cpu"
+    else:
+        names = (devices,) * world if isinstance(devices, str) else devices
+        if not isinstance(names, Sequence) or len(names) != world:
+            raise InputError(
+                "devices= does not fit the processes of the launcher.",
+                given=f"devices={devices!r}, {world} processes",
+                expected=f'"auto", one name for all, or {world} names',
+            )
+        own = names[rank]
+    store.set(f"device {rank}", own)
+    return tuple(store.get(f"device {r}").decode() for r in range(world))
