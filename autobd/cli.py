@@ -16,6 +16,7 @@ from .blocks import split
 from .blocks.folding import KINDS
 from .errors import AutobdError, InputError
 from .graph import declared_example
+from .planner import STRATEGIES
 from .recipe import Recipe
 from .specs import FORMS, load, load_model, load_pair
 
@@ -72,7 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--epochs", type=int)
     train.add_argument("--steps", type=int)
     train.add_argument("--lr", type=float, default=1e-3)
-    train.add_argument("--strategy", default="auto")
+    train.add_argument(
+        "--devices", default="auto", help='a number, or names with commas: "2", "cuda:0,cuda:1" (default: all GPUs)'
+    )
+    train.add_argument("--strategy", default="auto", help=", ".join(STRATEGIES))
+    train.add_argument("--threads", type=int, help="of each rank on a CPU (default: the cores, shared evenly)")
+    train.add_argument("--timeout", type=float, default=300.0, help="seconds after which a silent rank is an error")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--output", metavar="FILE", help="write the student's state_dict here")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -135,6 +141,12 @@ def _adapted(options: argparse.Namespace) -> dict[str, Any]:
     return {"adapters": options.adapters, "resample": options.resample, "ties": options.ties}
 
 
+def _devices(text: str) -> str | int | list[str]:
+    if text == "auto":
+        return text
+    return int(text) if text.isdigit() else text.split(",")
+
+
 def _distill(options: argparse.Namespace) -> None:
     teacher, student = load_model(options.teacher), load_model(options.student)
     data = load(options.data) if options.data else None
@@ -145,7 +157,10 @@ def _distill(options: argparse.Namespace) -> None:
         data,
         recipe=recipe,
         batch_size=options.batch_size,
+        devices=_devices(options.devices),
         strategy=options.strategy,
+        threads=options.threads,
+        timeout=options.timeout,
         example=_example(options, teacher, 8) if data is None else None,
         blocks=options.blocks,
         cuts=_cuts(options),

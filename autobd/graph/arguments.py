@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Arguments:
             return cls.of(batch[0], model)
         return cls(tuple(batch[: positional or max(1, _required(model))]))
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """Every tensor, in a fixed order: positional first, then keywords."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
@@ -72,7 +73,7 @@ class Arguments:
         leaves = pytree.tree_leaves_with_path((self.args, self.kwargs))
         return [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
 
-    @property
+    @cached_property
     def constants(self) -> list[Any]:
         """Every value that is not a tensor, in the same order; a recording holds for these values only."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if not isinstance(leaf, Tensor)]
@@ -81,7 +82,7 @@ class Arguments:
         """Whether both have the same structure: as many positional arguments, the same keywords and nested keys."""
         return pytree.tree_structure((self.args, self.kwargs)) == pytree.tree_structure((other.args, other.kwargs))
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The batch size: the first dimension of the first tensor that has one."""
         for tensor in self.tensors:

@@ -28,8 +28,8 @@ class StudentPart:
         trained: keys of the parameters that its optimizer updates.
         tied: it trains a weight together with other blocks.
         recipe: what it is trained with.
-        varies: it may leave out its weights in a step, as a layer that drops itself does; `keys_python`: its forward
-            may draw Python's random numbers.
+        varies: it may leave out its weights in a step, as a layer that drops itself does.
+        draws: its forward draws random numbers; `draws_python`: perhaps Python's.
     """
 
     module: fx.GraphModule
@@ -43,7 +43,8 @@ class StudentPart:
     tied: bool
     recipe: BlockRecipe
     varies: bool
-    keys_python: bool
+    draws: bool
+    draws_python: bool
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def parts_of(split: Split, student: nn.Module, recipe: Recipe) -> list[Part]:
     for b, (pair, teacher, module) in enumerate(zip(split.pairs, split.bind_teacher(), students, strict=True)):
         copies = {id(copy): name for name, copy in stale[b].items()}
         own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+        kept_whole = any(n.op == "call_module" and n.target in opaque for n in pair.student.graph.nodes)
         behind = tuple(_without_nodes(a) for a in pair.adapters)
         parts.append(
             Part(
@@ -95,8 +97,9 @@ def parts_of(split: Split, student: nn.Module, recipe: Recipe) -> list[Part]:
                     tuple(trained[b]),
                     any(tie.together and b in tie.blocks for tie in split.ties),
                     recipe.for_block(b, len(split), split.logits),
-                    any(n.op == "call_module" and n.target in opaque for n in pair.student.graph.nodes),
-                    bool(opaque),
+                    kept_whole,
+                    kept_whole or any(n.meta.get("random") for n in pair.student.graph.nodes),
+                    kept_whole,
                 ),
             )
         )

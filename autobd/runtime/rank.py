@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,27 +245,24 @@ class Rank:
             student.loss = student.relative = student.teacher_norm = torch.zeros((), device=self.device)
             return None
         seed = student_seed(self.seed, self.header.step, block, share=replicas.index(self.number))
-        with torch.enable_grad(), keyed(seed, self.device, part.keys_python):
+        draw = keyed(seed, self.device, part.draws_python) if part.draws else nullcontext()
+        with torch.enable_grad(), draw:
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
             student.output = part.module(*self._entering(block, boundary), *given)
             outputs = [self.maps.leave(block, i, student.output[i]) for i in part.distilled]
             student.learns = not part.varies or any(t.requires_grad for t in outputs)
             where, split = self._where(block), len(replicas) > 1
             losses = [evaluate(recipe.loss, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
-            scaled = [loss / n for loss, n in zip(losses, student.normalisers, strict=True)]
-            loss = torch.stack(scaled if isinstance(recipe.loss, MSE) and recipe.loss.normalised else losses).mean()
-        with torch.no_grad():
-            errors = (
-                [s.detach() for s in scaled]
-                if isinstance(recipe.loss, MSE)
-                else [
-                    (s.detach() - t).square().mean() / n
-                    for s, t, n in zip(outputs, targets, student.normalisers, strict=True)
-                ]
-            )
-            student.relative = torch.stack(errors).mean()
-            student.teacher_norm = torch.stack([torch.linalg.vector_norm(t) for t in targets]).sum()
+            normalised = isinstance(recipe.loss, MSE) and recipe.loss.normalised
+            loss = _mean(_over(losses, student.normalisers) if normalised else losses)
         student.loss = loss.detach()
+        with torch.no_grad():
+            student.teacher_norm = _mean([torch.linalg.vector_norm(t) for t in targets])
+            if normalised:
+                student.relative = student.loss
+            else:
+                errors = [(s - t).square().mean() for s, t in zip(outputs, targets, strict=True)]
+                student.relative = _mean(_over(errors, student.normalisers))
         return loss
 
     def student_boundary(self, block: int) -> Boundary | None:
@@ -403,6 +401,14 @@ class Rank:
     def _where(self, block: int | None) -> str:
         what = "" if block is None else f", block {block} ({self.parts[block].where})"
         return f"Rank {self.number}{what}, step {self.header.step}"
+
+
+def _over(values: Sequence[Tensor], by: Sequence[Tensor]) -> list[Tensor]:
+    return [v / n for v, n in zip(values, by, strict=True)]
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(list(values)).mean()
 
 
 def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bool:
