@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -50,6 +51,8 @@ class Group:
             self._finish = weakref.finalize(self, _clean, self._processes, directory)
             self._store: Any = dist.FileStore(file, self.size)  # type: ignore[attr-defined]
             self._groups = Groups(0, self._store, loopback=True)
+            if any(d.startswith("cuda") for d in cluster.devices):
+                Thread(target=_watch, args=(self._processes, self._groups), daemon=True).start()
 
     @property
     def broken(self) -> bool:
@@ -97,9 +100,8 @@ class Group:
         ranks = list(others)
         for rank in ranks:
             self._wait(partial(send_bytes, self._control, rank, dumps(others.pop(rank))))
-        device = torch.device(self.cluster.devices[0])
         make_group = self._groups if self.size > 1 else _alone
-        result = own(Peers(0, self.size, device, self._patience, make_group, self._runs))
+        result = own(Peers(0, self.cluster.devices, self._patience, make_group, self._runs))
         for rank in ranks:
             self._wait(partial(receive_bytes, self._control, rank))
         return result
@@ -134,7 +136,7 @@ class Group:
     def _control(self) -> Any:
         """The group for jobs and messages, once every rank has joined it."""
         try:
-            return self._waiter.submit(lambda: self._groups(ALL, range(self.size))).result(self._patience)
+            return self._waiter.submit(lambda: self._groups(ALL, range(self.size), "gloo")).result(self._patience)
         except (Lost, TimeoutError) as error:
             self._broken = True
             self.close()
@@ -193,8 +195,15 @@ def open(cluster: Cluster, timeout: float = 300.0, threads: int | None = None) -
     return Group(cluster, timeout, threads or (max(1, cores // ranks) if ranks > 1 else None))
 
 
-def _alone(name: str, ranks: object) -> Any:
+def _alone(name: str, ranks: object, backend: str) -> Any:
     raise RankError("A single rank has nobody to talk to.", given=name)
+
+
+def _watch(processes: dict[int, subprocess.Popen[bytes]], groups: Groups) -> None:
+    """Free this rank from waiting on its GPU for one that has died."""
+    while all(process.poll() is None for process in list(processes.values())):
+        time.sleep(0.5)
+    groups.abort()
 
 
 def _clean(processes: dict[int, subprocess.Popen[bytes]], directory: str) -> None:

@@ -50,7 +50,7 @@ class Joined(Group):
         self._store = c10d.PrefixStore(f"autobd {next(_OPENED)}", c10d._get_default_store())
         self._groups = Groups(self.rank, None, loopback=False)
         self.cluster = Cluster(_names(devices, self.rank, world, self._store))
-        self._groups(ALL, range(world))
+        self._groups(ALL, range(world), "gloo")
 
     @property
     def leads(self) -> bool:
@@ -65,7 +65,7 @@ class Joined(Group):
         if self._threads:
             torch.set_num_threads(self._threads)
         try:
-            serve(self.rank, self.size, device, self.timeout, self._groups, self._store)
+            serve(self.rank, self.cluster.devices, self.timeout, self._groups, self._store)
         except (Lost, RuntimeError) as error:
             raise RankError(f"Rank {self.rank} lost the others.", given=str(error)) from error
         finally:
@@ -74,7 +74,7 @@ class Joined(Group):
     def share(self, value: Any = None) -> Any:
         """Rank 0's `value` on every rank; ends `serve`."""
         if not self.leads:
-            return loads(receive_bytes(self._groups(ALL, range(self.size)), 0))
+            return loads(receive_bytes(self._groups(ALL, range(self.size), "gloo"), 0))
         data = dumps(value)
         for rank in range(1, self.size):
             for part in (b"", data):

@@ -20,17 +20,14 @@ def start(store: str, devices: Sequence[str], threads: int, timeout: float) -> d
     processes = {}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    for rank, device in enumerate(devices):
-        if rank == 0:
-            continue
+    for rank in range(1, len(devices)):
         # A session of its own: Ctrl-C goes to the caller alone, who then stops the others.
         process = subprocess.Popen(
             [sys.executable, "-c", _MAIN], stdin=subprocess.PIPE, start_new_session=True, env=environment
         )
         settings: dict[str, Any] = {
             "rank": rank,
-            "size": len(devices),
-            "device": device,
+            "devices": tuple(devices),
             "store": store,
             "threads": threads,
             "timeout": timeout,

@@ -43,49 +43,74 @@ class Header:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the parts of a message go: its size in bytes, the numbers in front, and tensors with their offsets."""
+    """Where the parts of a message go.
 
-    size: int
+    Attributes:
+        head, payload: bytes of the numbers in front, and of the tensors.
+        outside: the tensors travel apart from the numbers.
+        words: the numbers; `parts`: tensors, each with its offset in the payload.
+    """
+
+    head: int
+    payload: int
+    outside: bool
     words: tuple[int, ...]
     parts: tuple[tuple[Tensor, int], ...]
 
     @classmethod
-    def of(cls, header: Header, tensors: Sequence[Tensor]) -> Packing:
+    def of(cls, header: Header, tensors: Sequence[Tensor], outside: bool = False) -> Packing:
         """Tensors keep their strides where these cover their memory without gaps (channels last, transposed);
         others become contiguous."""
         tensors = [t if is_dense(t) else t.contiguous() for t in tensors]
         (progress,) = struct.unpack("<q", struct.pack("<d", header.progress))
-        words = [header.kind, header.step, header.batch, header.first, header.last, progress, len(tensors)]
-        count = 1 + len(words) + sum(3 + 2 * t.ndim for t in tensors)
-        offset = _aligned(8 * count)
-        parts = []
+        layout, parts, offset = [], [], 0
         for tensor in tensors:
-            words += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *tensor.stride(), offset]
+            layout += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *tensor.stride(), offset]
             parts.append((tensor, offset))
             offset = _aligned(offset + tensor.numel() * tensor.element_size())
-        return cls(offset, (count, *words), tuple(parts))
+        numbers = [header.kind, header.step, header.batch, header.first, header.last, progress]
+        words = [*numbers, offset if outside else -1, len(tensors), *layout]
+        count = 1 + len(words)
+        return cls(_aligned(8 * count), offset, outside, (count, *words), tuple(parts))
+
+    @property
+    def size(self) -> int:
+        """Bytes in one piece."""
+        return self.head if self.outside else self.head + self.payload
 
     def write(self, buffer: Tensor) -> None:
-        """Fill the first `size` bytes of `buffer`."""
+        """Fill the first `size` bytes of `buffer`; without waiting where it is pinned."""
         buffer[: 8 * len(self.words)].view(torch.int64).copy_(torch.tensor(self.words))
+        if not self.outside:
+            self.write_payload(buffer[self.head :])
+
+    def write_payload(self, buffer: Tensor) -> None:
         for tensor, offset in self.parts:
             if tensor.numel():
-                _strided(buffer, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset).copy_(tensor)
+                target = _strided(buffer, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+                target.copy_(tensor, non_blocking=tensor.is_cuda and buffer.is_pinned())
 
 
-def read(buffer: Tensor) -> tuple[Header, list[Tensor]]:
-    """The header and tensors of a packed message; the tensors are views of `buffer`."""
+def read_header(buffer: Tensor) -> tuple[Header, int | None]:
+    """The header of a packed message, and how many bytes of tensors travel apart from it (None: none do)."""
+    words = buffer[8 : 8 * 9].view(torch.int64).tolist()
+    (progress,) = struct.unpack("<d", struct.pack("<q", words[5]))
+    kind, step, batch, first, last = words[:5]
+    return Header(kind, step, batch, first, last, progress), None if words[6] < 0 else words[6]
+
+
+def read_tensors(buffer: Tensor, payload: Tensor | None = None) -> list[Tensor]:
+    """The tensors of a packed message, as views of `buffer`, or of the payload that travelled apart."""
     count = int(buffer[:8].view(torch.int64))
     words = buffer[8 : 8 * count].view(torch.int64).tolist()
-    (progress,) = struct.unpack("<d", struct.pack("<q", words[5]))
-    tensors, at = [], 7
-    for _ in range(words[6]):
+    payload = buffer[_aligned(8 * count) :] if payload is None else payload
+    tensors, at = [], 8
+    for _ in range(words[7]):
         dims = words[at + 1]
         shape, strides = words[at + 2 : at + 2 + dims], words[at + 2 + dims : at + 2 + 2 * dims]
-        tensors.append(_strided(buffer, _DTYPES[words[at]], tuple(shape), tuple(strides), words[at + 2 + 2 * dims]))
+        tensors.append(_strided(payload, _DTYPES[words[at]], tuple(shape), tuple(strides), words[at + 2 + 2 * dims]))
         at += 3 + 2 * dims
-    kind, step, batch, first, last = words[:5]
-    return Header(kind, step, batch, first, last, progress), tensors
+    return tensors
 
 
 def _strided(

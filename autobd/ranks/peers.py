@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from .lane import Lane
 from .transport import Place, Receiver, Sender
 from .waiting import Patience, Pending, Waiter
 
 FOREVER = timedelta(days=365)  # timeouts are ours: a process group's own would break the connection
 ALL = "all"
-MakeGroup = Callable[[str, Sequence[int]], Any]
+MakeGroup = Callable[[str, Sequence[int], str], Any]
 
 
 class Peers:
@@ -24,28 +25,37 @@ class Peers:
 
     Attributes:
         rank, size: its number, and how many there are.
-        device: where it computes.
+        devices: where each rank computes.
         patience: how long a peer may be silent.
     """
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, patience: Patience, make_group: MakeGroup, run: int
-    ) -> None:
-        self.rank, self.size, self.device, self.patience = rank, size, device, patience
-        self._make_group, self._run = make_group, run
+    def __init__(self, rank: int, devices: Sequence[str], patience: Patience, make_group: MakeGroup, run: int) -> None:
+        self.rank, self.size, self.patience = rank, len(devices), patience
+        self._devices, self._make_group, self._run = [torch.device(d) for d in devices], make_group, run
         self._waiter: Waiter | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._devices[self.rank]
 
     def sender(self, target: int, tag: int, slots: int, carries: str) -> Sender:
         """The sending end of an edge; `tag` is its number in this run."""
-        return Sender(self._messages(), Place(self.rank, target, carries), self._tag(tag), slots, self.patience)
+        place, lane = Place(self.rank, target, carries), self._lane(self.rank, target)
+        return Sender(self._messages(), place, self._tag(tag), slots, self.patience, lane)
 
     def receiver(self, source: int, tag: int, carries: str, keep: bool = False) -> Receiver:
-        return Receiver(self._messages(), Place(self.rank, source, carries), self._tag(tag), self.patience, keep)
+        """The receiving end; `keep`: see `Receiver`."""
+        place, lane = Place(self.rank, source, carries), None if keep else self._lane(source, self.rank)
+        return Receiver(self._messages(), place, self._tag(tag), self.patience, keep, lane)
 
     def join(self, ranks: Sequence[int]) -> Callable[[Sequence[Tensor]], Pending]:
         """A function that sums tensors over `ranks`, in place. Every one of them must join, and call it, in the same
         order."""
-        group = self._on_thread(lambda: self._make_group(" ".join(map(str, ranks)), ranks)).result(self.patience)
+        devices = [self._devices[r] for r in ranks]
+        backend = "nccl" if _have_nccl(devices) else "gloo"
+        name = " ".join(map(str, ranks))
+        group = self._on_thread(lambda: self._make_group(name, ranks, backend)).result(self.patience)
 
         def all_reduce(tensors: Sequence[Tensor]) -> Pending:
             works = [group.allreduce([t]) for t in tensors]
@@ -59,7 +69,17 @@ class Peers:
         return self._waiter.submit(function)
 
     def _messages(self) -> Any:
-        return self._make_group(ALL, range(self.size))
+        return self._make_group(ALL, range(self.size), "gloo")
+
+    def _lane(self, source: int, target: int) -> Lane | None:
+        """The stream of an edge, on a GPU. Both of its ends must ask for it, in the order of the edges."""
+        if self.device.type != "cuda":
+            return None
+        if not _have_nccl([self._devices[source], self._devices[target]]):
+            return Lane(self.device)
+        # Relays have communicators of their own: one for each edge, so that nothing waits for another edge's turn.
+        group = self._make_group(f"relay {source} {target}", [source, target], "nccl")
+        return Lane(self.device, group, int(self.rank == source))
 
     def _tag(self, tag: int) -> int:
         return (self._run << 16) + tag + 1
@@ -75,19 +95,36 @@ class Groups:
 
     def __init__(self, rank: int, store: Any | None, loopback: bool) -> None:
         self._rank, self._store, self._loopback = rank, store, loopback
-        self._made: dict[str, Any] = {}
+        self._made: dict[tuple[str, str], Any] = {}
 
-    def __call__(self, name: str, ranks: Sequence[int]) -> Any:
-        if name not in self._made:
-            self._made[name] = self._make(name, list(ranks))
-        return self._made[name]
+    def __call__(self, name: str, ranks: Sequence[int], backend: str) -> Any:
+        key = name, backend
+        if key not in self._made:
+            self._made[key] = self._make(name, list(ranks), backend)
+        return self._made[key]
 
-    def _make(self, name: str, ranks: list[int]) -> Any:
+    def abort(self) -> None:
+        """End what waits on a GPU for a rank that has died: unlike gloo, NCCL does not notice."""
+        for (_, backend), group in self._made.items():
+            if backend == "nccl":
+                group.abort()
+
+    def _make(self, name: str, ranks: list[int], backend: str) -> Any:
         if self._store is None:
-            return dist.new_group(ranks, FOREVER, "gloo", use_local_synchronization=True)
+            return dist.new_group(ranks, FOREVER, backend, use_local_synchronization=True, sort_ranks=False)
+        store = c10d.PrefixStore(name, self._store)
+        if backend == "nccl":
+            nccl = c10d.ProcessGroupNCCL.Options()
+            nccl._timeout = FOREVER
+            return c10d.ProcessGroupNCCL(store, ranks.index(self._rank), len(ranks), nccl)
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = FOREVER
         if self._loopback:
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        store = c10d.PrefixStore(name, self._store)
         return c10d.ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
+
+
+def _have_nccl(devices: Sequence[torch.device]) -> bool:
+    """Whether NCCL can connect these: GPUs, no two of them the same."""
+    cuda = [d for d in devices if d.type == "cuda"]
+    return len(cuda) == len(devices) == len(set(devices)) and dist.is_nccl_available()

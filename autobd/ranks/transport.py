@@ -9,18 +9,21 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import RankError
-from .message import FILLER, GROW, SMALLEST, STOP, Header, Packing, read
+from .lane import Lane
+from .message import FILLER, GROW, SMALLEST, STOP, Header, Packing, read_header, read_tensors
 from .waiting import Lost, Patience
 
 _POSTED = 2
+_Arrived = tuple[Tensor, tuple[Tensor, Any] | None]  # the message, and tensors that come apart from it
 
 
 @dataclass(frozen=True)
@@ -45,27 +48,33 @@ class Sender:
 
     Arguments:
         group: torch.distributed process group (gloo); `tag`: the edge's number, equal at both ends.
+        lane: the edge's stream, on a GPU.
     """
 
-    def __init__(self, group: Any, place: Place, tag: int, slots: int, patience: Patience) -> None:
-        self._group, self._place, self._tag, self._patience = group, place, tag, patience
+    def __init__(
+        self, group: Any, place: Place, tag: int, slots: int, patience: Patience, lane: Lane | None = None
+    ) -> None:
+        self._group, self._place, self._tag, self._patience, self._lane = group, place, tag, patience, lane
         self._capacity, self._step = SMALLEST, 0
         self._free: queue.Queue[Tensor | BaseException] = queue.Queue()
         for _ in range(slots):
-            self._free.put(torch.empty(SMALLEST, dtype=torch.uint8))
-        self._sent: queue.Queue[tuple[Any, Tensor] | None] = queue.Queue()
+            self._free.put(_buffer(SMALLEST, lane))
+        self._sent: queue.Queue[tuple[Callable[[], None], Tensor] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._wait, daemon=True, name=f"send to {place.peer}")
         self._thread.start()
 
     def send(self, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         """Errors: Lost, RankError if no slot becomes free in time."""
         self._step = header.step
-        packing = Packing.of(header, tensors)
+        apart = self._lane is not None and self._lane.group is not None and any(t.is_cuda for t in tensors)
+        packing = Packing.of(header, tensors, apart)
         if packing.size > self._capacity:
             self._capacity = packing.size + packing.size // 8
             for kind in (GROW, FILLER):
                 self._put(Packing.of(Header(kind, header.step, batch=self._capacity), []))
         self._put(packing)
+        if apart and self._lane is not None:
+            self._lane.send(packing)
         if header.kind == STOP:  # one for the receive that is still posted
             self._put(Packing.of(Header(FILLER, header.step), []))
             self._sent.put(None)
@@ -83,18 +92,29 @@ class Sender:
             self._free.put(buffer)
             raise Lost(f"the connection to rank {self._place.peer}: {buffer}") from buffer
         if buffer.numel() < packing.size:
-            buffer = torch.empty(self._capacity, dtype=torch.uint8)
+            buffer = _buffer(self._capacity, self._lane)
+        part = buffer[: packing.size]
+        if self._lane is not None and any(t.is_cuda for t, _ in packing.parts) and not packing.outside:
+            self._sent.put((partial(self._when_full, self._lane.stage(packing, buffer), part), buffer))
+            return
         packing.write(buffer)
         try:
-            self._sent.put((self._group.send([buffer[: packing.size]], self._place.peer, self._tag), buffer))
+            self._sent.put((self._begin(part).wait, buffer))
         except RuntimeError as error:
             raise Lost(f"the connection to rank {self._place.peer}: {error}") from error
 
+    def _when_full(self, event: Any, part: Tensor) -> None:
+        event.synchronize()
+        self._begin(part).wait()
+
+    def _begin(self, part: Tensor) -> Any:
+        return self._group.send([part], self._place.peer, self._tag)
+
     def _wait(self) -> None:
         while (item := self._sent.get()) is not None:
-            work, buffer = item
+            wait, buffer = item
             try:
-                work.wait()
+                wait()
             except RuntimeError as error:
                 self._free.put(error)
                 return
@@ -106,14 +126,18 @@ class Receiver:
 
     Arguments:
         keep: copy every message when it arrives, so that the sender never waits (for results).
+        lane: the edge's stream, on a GPU; tensors are taken there.
     """
 
-    def __init__(self, group: Any, place: Place, tag: int, patience: Patience, keep: bool = False) -> None:
+    def __init__(
+        self, group: Any, place: Place, tag: int, patience: Patience, keep: bool = False, lane: Lane | None = None
+    ) -> None:
         self._group, self._place, self._tag, self._keep, self._patience = group, place, tag, keep, patience
+        self._lane = lane
         self._free: queue.Queue[Tensor] = queue.Queue()
         for _ in range(_POSTED + 1):
-            self._free.put(torch.empty(SMALLEST, dtype=torch.uint8))
-        self._arrived: queue.Queue[Tensor | BaseException] = queue.Queue()
+            self._free.put(_buffer(SMALLEST, lane))
+        self._arrived: queue.Queue[_Arrived | BaseException] = queue.Queue()
         self._held: Tensor | None = None
         self._next: tuple[Header, list[Tensor]] | None = None
         self._step = 0
@@ -145,15 +169,21 @@ class Receiver:
             self._free.put(self._held)
             self._held = None
         try:
-            buffer = self._patience.get(self._arrived)
+            arrived = self._patience.get(self._arrived)
         except TimeoutError:
             raise self._place.stalled("to send", self._patience, self._step + 1) from None
-        if isinstance(buffer, BaseException):
-            self._arrived.put(buffer)
-            raise Lost(f"the connection to rank {self._place.peer}: {buffer}") from buffer
+        if isinstance(arrived, BaseException):
+            self._arrived.put(arrived)
+            raise Lost(f"the connection to rank {self._place.peer}: {arrived}") from arrived
+        buffer, apart = arrived
         if not self._keep:
             self._held = buffer
-        return read(buffer)
+        header, _ = read_header(buffer)
+        if self._lane is None:
+            return header, read_tensors(buffer)
+        if apart is not None:
+            return header, read_tensors(buffer, self._lane.arrived(*apart))
+        return header, self._lane.bring(read_tensors(buffer))
 
     def _receive(self) -> None:
         capacity = SMALLEST
@@ -167,24 +197,29 @@ class Receiver:
                     except queue.Empty:
                         break
                     if buffer.numel() < capacity:
-                        buffer = torch.empty(capacity, dtype=torch.uint8)
+                        buffer = _buffer(capacity, self._lane)
                     posted.append((self._group.recv([buffer], self._place.peer, self._tag), buffer))
                 work, buffer = posted.popleft()
                 work.wait()
                 if stopping:
                     return
-                header, _ = read(buffer)
+                header, outside = read_header(buffer)
                 if header.kind in (GROW, FILLER):
                     capacity = max(capacity, header.batch)
                     self._free.put(buffer)
                     continue
                 stopping = header.kind == STOP
                 if self._keep:
-                    self._arrived.put(buffer.clone())
+                    self._arrived.put((buffer.clone(), None))
                     self._free.put(buffer)
-                else:
-                    self._arrived.put(buffer)
-                    if stopping:
-                        self._free.put(torch.empty(SMALLEST, dtype=torch.uint8))
+                    continue
+                apart = None if outside is None or self._lane is None else self._lane.receive(outside)
+                self._arrived.put((buffer, apart))
+                if stopping:
+                    self._free.put(_buffer(SMALLEST, self._lane))
         except RuntimeError as error:
             self._arrived.put(error)
+
+
+def _buffer(size: int, lane: Lane | None) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=lane is not None)

@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,16 @@ from .waiting import Patience
 Job = Callable[[Peers], Any]
 
 
-def serve(rank: int, size: int, device: torch.device, timeout: float, groups: Groups, store: Any) -> None:
+def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, store: Any) -> None:
     """Run jobs until rank 0 sends an empty one. An error is left for rank 0 to find, and raised."""
-    control = groups(ALL, range(size))
+    control = groups(ALL, range(len(devices)), "gloo")
     run = 0
     while data := receive_bytes(control, 0):
         try:
             job: Job = loads(data)
             del data
             run += 1
-            result = job(Peers(rank, size, device, Patience(timeout), groups, run))
+            result = job(Peers(rank, devices, Patience(timeout), groups, run))
             del job
             send_bytes(control, 0, pickle.dumps(result))
         except BaseException as error:
@@ -46,12 +46,13 @@ def main() -> None:
     sys.path[:] = settings["path"]
     torch.set_num_threads(settings["threads"])
     apply(settings["torch"])
-    rank, size, device = settings["rank"], settings["size"], torch.device(settings["device"])
+    rank, devices = settings["rank"], settings["devices"]
+    device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(settings["store"], size)  # type: ignore[attr-defined]
+    store = dist.FileStore(settings["store"], len(devices))  # type: ignore[attr-defined]
     try:
-        serve(rank, size, device, settings["timeout"], Groups(rank, store, loopback=True), store)
+        serve(rank, devices, settings["timeout"], Groups(rank, store, loopback=True), store)
     except BaseException:
         sys.stderr.flush()
         os._exit(1)  # the caller prints the report; other threads may be waiting in C++

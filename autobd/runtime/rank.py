@@ -301,7 +301,7 @@ class Rank:
     def barrier(self, assignment: int) -> None:
         """Wait for all ranks."""
         assert self._gate is not None
-        self._gate([torch.zeros(1)]).result(self.peers.patience)
+        self._gate([torch.zeros(1, device=self.device)]).result(self.peers.patience)
 
     def update(self, block: int) -> None:
         """Clip, step and forget the gradients of this block alone."""
