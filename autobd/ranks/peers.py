@@ -33,30 +33,38 @@ class Peers:
     ) -> None:
         self.rank, self.size, self.device, self.patience = rank, size, device, patience
         self._make_group, self._run = make_group, run
-        self._waiter: Waiter | None = None
+        self._waiter = Waiter()
+        self._ends: list[Sender | Receiver] = []
 
     def sender(self, target: int, tag: int, slots: int, carries: str) -> Sender:
         """The sending end of an edge; `tag` is its number in this run."""
-        return Sender(self._messages(), Place(self.rank, target, carries), self._tag(tag), slots, self.patience)
+        place = Place(self.rank, target, carries)
+        sender = Sender(self._messages(), place, self._tag(tag), slots, self.patience)
+        self._ends.append(sender)
+        return sender
 
     def receiver(self, source: int, tag: int, carries: str, keep: bool = False) -> Receiver:
-        return Receiver(self._messages(), Place(self.rank, source, carries), self._tag(tag), self.patience, keep)
+        place = Place(self.rank, source, carries)
+        receiver = Receiver(self._messages(), place, self._tag(tag), self.patience, keep)
+        self._ends.append(receiver)
+        return receiver
 
     def join(self, ranks: Sequence[int]) -> Callable[[Sequence[Tensor]], Pending]:
         """A function that sums tensors over `ranks`, in place. Every one of them must join, and call it, in the same
         order."""
-        group = self._on_thread(lambda: self._make_group(" ".join(map(str, ranks)), ranks)).result(self.patience)
+        group = self._waiter.submit(lambda: self._make_group(" ".join(map(str, ranks)), ranks)).result(self.patience)
 
         def all_reduce(tensors: Sequence[Tensor]) -> Pending:
             works = [group.allreduce([t]) for t in tensors]
-            return self._on_thread(lambda: [work.wait() for work in works])
+            return self._waiter.submit(lambda: [work.wait() for work in works])
 
         return all_reduce
 
-    def _on_thread(self, function: Callable[[], Any]) -> Pending:
-        if self._waiter is None:
-            self._waiter = Waiter()
-        return self._waiter.submit(function)
+    def close(self) -> None:
+        """Let the threads end, also where a run has failed."""
+        self._waiter.close()
+        for end in self._ends:
+            end.close()
 
     def _messages(self) -> Any:
         return self._make_group(ALL, range(self.size))
@@ -81,6 +89,10 @@ class Groups:
         if name not in self._made:
             self._made[name] = self._make(name, list(ranks))
         return self._made[name]
+
+    def close(self) -> None:
+        """Let go of them: of their connections and threads, once nobody else holds them."""
+        self._made.clear()
 
     def _make(self, name: str, ranks: list[int]) -> Any:
         if self._store is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankError
-from .message import FILLER, GROW, SMALLEST, STOP, Header, Packing, read
+from .message import FILLER, GROW, SMALLEST, STEP, STOP, Header, Packing, read
 from .waiting import Lost, Patience
 
 _POSTED = 2
@@ -74,6 +74,10 @@ class Sender:
         """Wait until everything has arrived, after a STOP."""
         self._thread.join(self._patience.timeout)
 
+    def close(self) -> None:
+        """Let the thread end, when what was sent has arrived or the connection is broken."""
+        self._sent.put(None)
+
     def _put(self, packing: Packing) -> None:
         try:
             buffer = self._patience.get(self._free)
@@ -110,7 +114,7 @@ class Receiver:
 
     def __init__(self, group: Any, place: Place, tag: int, patience: Patience, keep: bool = False) -> None:
         self._group, self._place, self._tag, self._keep, self._patience = group, place, tag, keep, patience
-        self._free: queue.Queue[Tensor] = queue.Queue()
+        self._free: queue.Queue[Tensor | None] = queue.Queue()
         for _ in range(_POSTED + 1):
             self._free.put(torch.empty(SMALLEST, dtype=torch.uint8))
         self._arrived: queue.Queue[Tensor | BaseException] = queue.Queue()
@@ -129,7 +133,7 @@ class Receiver:
     def take(self) -> tuple[Header, list[Tensor]]:
         """The next message. Errors: Lost, RankError if none arrives in time."""
         header, tensors = self._next or self._get()
-        self._next, self._step = None, header.step
+        self._next, self._step = None, header.step + (header.kind == STEP)
         return header, tensors
 
     def ready(self) -> bool:
@@ -140,6 +144,10 @@ class Receiver:
         """Wait until the sender's STOP has been read."""
         self._thread.join(self._patience.timeout)
 
+    def close(self) -> None:
+        """Let the thread end, when what it waits for has come or the connection is broken."""
+        self._free.put(None)
+
     def _get(self) -> tuple[Header, list[Tensor]]:
         if self._held is not None:
             self._free.put(self._held)
@@ -147,7 +155,7 @@ class Receiver:
         try:
             buffer = self._patience.get(self._arrived)
         except TimeoutError:
-            raise self._place.stalled("to send", self._patience, self._step + 1) from None
+            raise self._place.stalled("to send", self._patience, self._step) from None
         if isinstance(buffer, BaseException):
             self._arrived.put(buffer)
             raise Lost(f"the connection to rank {self._place.peer}: {buffer}") from buffer
@@ -166,6 +174,8 @@ class Receiver:
                         buffer = self._free.get(block=not posted)
                     except queue.Empty:
                         break
+                    if buffer is None:
+                        return
                     if buffer.numel() < capacity:
                         buffer = torch.empty(capacity, dtype=torch.uint8)
                     posted.append((self._group.recv([buffer], self._place.peer, self._tag), buffer))
