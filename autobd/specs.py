@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import nn
 
@@ -124,6 +125,7 @@ def _module(source: str) -> ModuleType:
         assert found.loader is not None
         module = importlib.util.module_from_spec(found)
         sys.modules[name] = module
+        cloudpickle.register_pickle_by_value(module)  # other ranks cannot import it
         found.loader.exec_module(module)
         return module
     try:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..errors import RankError
+from ..errors import InputError, RankError
 from . import local
 from .control import RemoteTraceback, Report, posted, receive_bytes, send_bytes
 from .peers import ALL, Groups, Peers
-from .pickling import dumps
+from .pickling import culprit, dumps
 from .waiting import Lost, Patience, Waiter
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Group:
         if self._threads:
             torch.set_num_threads(self._threads)
         try:
-            result = self._run(own, others)
+            result = self._run(own, others, what)
         except (Lost, RankError) as error:
             first = self._explained(error, what) if self.size > 1 else error
         else:
@@ -96,12 +96,20 @@ class Group:
             torch.set_num_threads(threads)
         raise first from first.__cause__  # here, so that the connection's own error is not shown before it
 
-    def _run(self, own: Callable[[Peers], T], others: dict[int, Callable[[Peers], Any]]) -> T:
+    def _run(
+        self, own: Callable[[Peers], T], others: dict[int, Callable[[Peers], Any]], what: Callable[[int], str]
+    ) -> T:
         ranks = list(others)
         for rank in ranks:
-            self._wait(partial(send_bytes, self._control, rank, dumps(others.pop(rank))))
+            data = _sendable((self._runs, others.pop(rank)), f"rank {rank} ({what(rank)})")
+            self._wait(partial(send_bytes, self._control, rank, data))
+            del data
         make_group = self._groups if self.size > 1 else _alone
-        result = own(Peers(0, self.cluster.devices, self._patience, make_group, self._runs))
+        peers = Peers(0, self.cluster.devices, self._patience, make_group, self._runs)
+        try:
+            result = own(peers)
+        finally:
+            peers.close()
         for rank in ranks:
             self._wait(partial(receive_bytes, self._control, rank))
         return result
@@ -122,7 +130,10 @@ class Group:
                 except subprocess.TimeoutExpired:
                     break
         self._broken = True
+        self._waiter.close()
         self._finish()
+        self.__dict__.pop("_control", None)
+        self._groups.close()
 
     def __enter__(self) -> Group:
         return self
@@ -138,8 +149,6 @@ class Group:
         try:
             return self._waiter.submit(lambda: self._groups(ALL, range(self.size), "gloo")).result(self._patience)
         except (Lost, TimeoutError) as error:
-            self._broken = True
-            self.close()
             raise RankError(
                 "The ranks could not be started.", given=str(error) or None, do="look at their output above"
             ) from None
@@ -193,6 +202,18 @@ def open(cluster: Cluster, timeout: float = 300.0, threads: int | None = None) -
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = len(cluster.devices)
     return Group(cluster, timeout, threads or (max(1, cores // ranks) if ranks > 1 else None))
+
+
+def _sendable(job: object, whose: str) -> bytes:
+    try:
+        return dumps(job)
+    except Exception as error:
+        raise InputError(
+            f"A part of {whose} cannot be sent to another process.",
+            given=f"{culprit(job)}: {type(error).__name__}: {error}",
+            expected="models, losses and optimizers that cloudpickle can pickle",
+            do="leave open files, locks and the like out of the model's attributes, or use one device",
+        ) from error
 
 
 def _alone(name: str, ranks: object, backend: str) -> Any:

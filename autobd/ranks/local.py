@@ -16,7 +16,8 @@ _MAIN = "from autobd.ranks.worker import main; main()"
 
 
 def start(store: str, devices: Sequence[str], threads: int, timeout: float) -> dict[int, subprocess.Popen[bytes]]:
-    """Processes for ranks 1 and up. Each ends when its standard input does, so that none survives the caller."""
+    """Processes for ranks 1 and up. Each ends when its standard input does or its parent is another one, so that
+    none survives the caller."""
     processes = {}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -29,6 +30,7 @@ def start(store: str, devices: Sequence[str], threads: int, timeout: float) -> d
             "rank": rank,
             "devices": tuple(devices),
             "store": store,
+            "caller": os.getpid(),
             "threads": threads,
             "timeout": timeout,
             "path": list(sys.path),

@@ -32,7 +32,8 @@ class Peers:
     def __init__(self, rank: int, devices: Sequence[str], patience: Patience, make_group: MakeGroup, run: int) -> None:
         self.rank, self.size, self.patience = rank, len(devices), patience
         self._devices, self._make_group, self._run = [torch.device(d) for d in devices], make_group, run
-        self._waiter: Waiter | None = None
+        self._waiter = Waiter()
+        self._ends: list[Sender | Receiver] = []
 
     @property
     def device(self) -> torch.device:
@@ -41,13 +42,17 @@ class Peers:
 
     def sender(self, target: int, tag: int, slots: int, carries: str) -> Sender:
         """The sending end of an edge; `tag` is its number in this run."""
-        place, lane = Place(self.rank, target, carries), self._lane(self.rank, target)
-        return Sender(self._messages(), place, self._tag(tag), slots, self.patience, lane)
+        place, lane = Place(self.rank, target, carries), self._lane(self.rank, target, tag)
+        sender = Sender(self._messages(), place, self._tag(tag), slots, self.patience, lane)
+        self._ends.append(sender)
+        return sender
 
     def receiver(self, source: int, tag: int, carries: str, keep: bool = False) -> Receiver:
         """The receiving end; `keep`: see `Receiver`."""
-        place, lane = Place(self.rank, source, carries), None if keep else self._lane(source, self.rank)
-        return Receiver(self._messages(), place, self._tag(tag), self.patience, keep, lane)
+        place, lane = Place(self.rank, source, carries), None if keep else self._lane(source, self.rank, tag)
+        receiver = Receiver(self._messages(), place, self._tag(tag), self.patience, keep, lane)
+        self._ends.append(receiver)
+        return receiver
 
     def join(self, ranks: Sequence[int]) -> Callable[[Sequence[Tensor]], Pending]:
         """A function that sums tensors over `ranks`, in place. Every one of them must join, and call it, in the same
@@ -55,30 +60,31 @@ class Peers:
         devices = [self._devices[r] for r in ranks]
         backend = "nccl" if _have_nccl(devices) else "gloo"
         name = " ".join(map(str, ranks))
-        group = self._on_thread(lambda: self._make_group(name, ranks, backend)).result(self.patience)
+        group = self._waiter.submit(lambda: self._make_group(name, ranks, backend)).result(self.patience)
 
         def all_reduce(tensors: Sequence[Tensor]) -> Pending:
             works = [group.allreduce([t]) for t in tensors]
-            return self._on_thread(lambda: [work.wait() for work in works])
+            return self._waiter.submit(lambda: [work.wait() for work in works])
 
         return all_reduce
 
-    def _on_thread(self, function: Callable[[], Any]) -> Pending:
-        if self._waiter is None:
-            self._waiter = Waiter()
-        return self._waiter.submit(function)
+    def close(self) -> None:
+        """Let the threads end, also where a run has failed."""
+        self._waiter.close()
+        for end in self._ends:
+            end.close()
 
     def _messages(self) -> Any:
         return self._make_group(ALL, range(self.size), "gloo")
 
-    def _lane(self, source: int, target: int) -> Lane | None:
+    def _lane(self, source: int, target: int, tag: int) -> Lane | None:
         """The stream of an edge, on a GPU. Both of its ends must ask for it, in the order of the edges."""
         if self.device.type != "cuda":
             return None
         if not _have_nccl([self._devices[source], self._devices[target]]):
             return Lane(self.device)
         # Relays have communicators of their own: one for each edge, so that nothing waits for another edge's turn.
-        group = self._make_group(f"relay {source} {target}", [source, target], "nccl")
+        group = self._make_group(f"edge {tag}", [source, target], "nccl")
         return Lane(self.device, group, int(self.rank == source))
 
     def _tag(self, tag: int) -> int:
@@ -102,6 +108,10 @@ class Groups:
         if key not in self._made:
             self._made[key] = self._make(name, list(ranks), backend)
         return self._made[key]
+
+    def close(self) -> None:
+        """Let go of them: of their connections and threads, once nobody else holds them."""
+        self._made.clear()
 
     def abort(self) -> None:
         """End what waits on a GPU for a rank that has died: unlike gloo, NCCL does not notice."""

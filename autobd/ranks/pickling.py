@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -27,6 +29,30 @@ def dumps(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
+
+
+def culprit(value: Any, depth: int = 20) -> str:
+    """Where in a value that cannot be pickled the reason is: attributes, keys and positions, joined by dots."""
+    for name, part in _parts(value):
+        try:
+            dumps(part)
+        except Exception:
+            inner = culprit(part, depth - 1) if depth else ""
+            return f"{name}.{inner}" if inner else str(name)
+    return ""
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, nn.Module):
+        own = [(k, v) for k, v in vars(value).items() if k != "_modules"]
+        return [*value._modules.items(), *own]
+    if isinstance(value, partial):
+        return list(enumerate((value.func, *value.args)))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return list(getattr(value, "__dict__", {}).items())
 
 
 def loads(data: bytes) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import RankError
 from .lane import Lane
-from .message import FILLER, GROW, SMALLEST, STOP, Header, Packing, read_header, read_tensors
+from .message import FILLER, GROW, SMALLEST, STEP, STOP, Header, Packing, read_header, read_tensors
 from .waiting import Lost, Patience
 
 _POSTED = 2
@@ -83,6 +83,10 @@ class Sender:
         """Wait until everything has arrived, after a STOP."""
         self._thread.join(self._patience.timeout)
 
+    def close(self) -> None:
+        """Let the thread end, when what was sent has arrived or the connection is broken."""
+        self._sent.put(None)
+
     def _put(self, packing: Packing) -> None:
         try:
             buffer = self._patience.get(self._free)
@@ -134,7 +138,7 @@ class Receiver:
     ) -> None:
         self._group, self._place, self._tag, self._keep, self._patience = group, place, tag, keep, patience
         self._lane = lane
-        self._free: queue.Queue[Tensor] = queue.Queue()
+        self._free: queue.Queue[Tensor | None] = queue.Queue()
         for _ in range(_POSTED + 1):
             self._free.put(_buffer(SMALLEST, lane))
         self._arrived: queue.Queue[_Arrived | BaseException] = queue.Queue()
@@ -153,7 +157,7 @@ class Receiver:
     def take(self) -> tuple[Header, list[Tensor]]:
         """The next message. Errors: Lost, RankError if none arrives in time."""
         header, tensors = self._next or self._get()
-        self._next, self._step = None, header.step
+        self._next, self._step = None, header.step + (header.kind == STEP)
         return header, tensors
 
     def ready(self) -> bool:
@@ -164,6 +168,10 @@ class Receiver:
         """Wait until the sender's STOP has been read."""
         self._thread.join(self._patience.timeout)
 
+    def close(self) -> None:
+        """Let the thread end, when what it waits for has come or the connection is broken."""
+        self._free.put(None)
+
     def _get(self) -> tuple[Header, list[Tensor]]:
         if self._held is not None:
             self._free.put(self._held)
@@ -171,7 +179,7 @@ class Receiver:
         try:
             arrived = self._patience.get(self._arrived)
         except TimeoutError:
-            raise self._place.stalled("to send", self._patience, self._step + 1) from None
+            raise self._place.stalled("to send", self._patience, self._step) from None
         if isinstance(arrived, BaseException):
             self._arrived.put(arrived)
             raise Lost(f"the connection to rank {self._place.peer}: {arrived}") from arrived
@@ -196,6 +204,8 @@ class Receiver:
                         buffer = self._free.get(block=not posted)
                     except queue.Empty:
                         break
+                    if buffer is None:
+                        return
                     if buffer.numel() < capacity:
                         buffer = _buffer(capacity, self._lane)
                     posted.append((self._group.recv([buffer], self._place.peer, self._tag), buffer))

@@ -65,18 +65,26 @@ class Pending:
 
 
 class Waiter:
-    """One thread that runs functions in order; it does not keep the process alive."""
+    """One thread that runs functions in order, from the first one to `close`; it does not keep the process alive."""
 
     def __init__(self) -> None:
-        self._todo: queue.Queue[tuple[Pending, Callable[[], Any]]] = queue.Queue()
-        threading.Thread(target=self._run, daemon=True, name="waiter").start()
+        self._todo: queue.Queue[tuple[Pending, Callable[[], Any]] | None] = queue.Queue()
+        self._started = False
 
     def submit(self, function: Callable[[], Any]) -> Pending:
+        if not self._started:
+            self._started = True
+            threading.Thread(target=_run, args=(self._todo,), daemon=True, name="waiter").start()
         pending = Pending()
         self._todo.put((pending, function))
         return pending
 
-    def _run(self) -> None:
-        while True:
-            pending, function = self._todo.get()
-            pending.run(function)
+    def close(self) -> None:
+        """Let the thread end when it has done what there is."""
+        self._todo.put(None)
+
+
+def _run(todo: queue.Queue[tuple[Pending, Callable[[], Any]] | None]) -> None:
+    while (item := todo.get()) is not None:
+        item[0].run(item[1])
+        del item  # what a function holds, such as a group of ranks, is not kept until the next one

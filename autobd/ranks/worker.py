@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,26 +18,35 @@ import torch.distributed as dist
 from .control import Report, post, receive_bytes, send_bytes
 from .peers import ALL, Groups, Peers
 from .pickling import loads
-from .waiting import Patience
+from .waiting import Lost, Patience
 
 Job = Callable[[Peers], Any]
+_LOOK = 1.0  # seconds between two looks at whether the caller lives
 
 
 def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, store: Any) -> None:
     """Run jobs until rank 0 sends an empty one. An error is left for rank 0 to find, and raised."""
-    control = groups(ALL, range(len(devices)), "gloo")
-    run = 0
-    while data := receive_bytes(control, 0):
-        try:
-            job: Job = loads(data)
+    try:
+        control = groups(ALL, range(len(devices)), "gloo")
+        while data := _next(control):
+            job: Job
+            run, job = loads(data)
             del data
-            run += 1
-            result = job(Peers(rank, devices, Patience(timeout), groups, run))
+            peers = Peers(rank, devices, Patience(timeout), groups, run)
+            result = job(peers)
+            peers.close()
             del job
             send_bytes(control, 0, pickle.dumps(result))
-        except BaseException as error:
-            post(store, rank, Report.of(error))
-            raise
+    except BaseException as error:
+        post(store, rank, Report.of(error))
+        raise
+
+
+def _next(control: Any) -> bytes:
+    try:
+        return receive_bytes(control, 0)
+    except RuntimeError as error:
+        raise Lost(f"the connection to rank 0: {error}") from error
 
 
 def main() -> None:
@@ -42,7 +54,7 @@ def main() -> None:
     is gone."""
     source = sys.stdin.buffer
     settings = pickle.load(source)
-    threading.Thread(target=_leave_with_the_caller, args=(source,), daemon=True).start()
+    threading.Thread(target=_leave_with_the_caller, args=(source, settings), daemon=True).start()
     sys.path[:] = settings["path"]
     torch.set_num_threads(settings["threads"])
     apply(settings["torch"])
@@ -79,6 +91,9 @@ def apply(settings: dict[str, Any]) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
 
 
-def _leave_with_the_caller(source: Any) -> None:
-    source.read()
+def _leave_with_the_caller(source: Any, settings: dict[str, Any]) -> None:
+    # A process that the caller has forked, such as a loader's, holds the other end of the input open when it dies.
+    while os.getppid() == settings["caller"] and not select.select([source], [], [], _LOOK)[0]:
+        pass
+    shutil.rmtree(Path(settings["store"]).parent, ignore_errors=True)
     os._exit(2)
