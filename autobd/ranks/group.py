@@ -91,7 +91,7 @@ class Group:
     def _run(self, own: Callable[[Peers], T], others: dict[int, Callable[[Peers], Any]]) -> T:
         ranks = list(others)
         for rank in ranks:
-            self._wait(partial(send_bytes, self._control, rank, dumps(others.pop(rank))))
+            self._wait(partial(send_bytes, self._control, rank, dumps((self._runs, others.pop(rank)))))
         device = torch.device(self.cluster.devices[0])
         make_group = self._groups if self.size > 1 else _alone
         result = own(Peers(0, self.size, device, self._patience, make_group, self._runs))

@@ -23,12 +23,12 @@ Job = Callable[[Peers], Any]
 def serve(rank: int, size: int, device: torch.device, timeout: float, groups: Groups, store: Any) -> None:
     """Run jobs until rank 0 sends an empty one. An error is left for rank 0 to find, and raised."""
     control = groups(ALL, range(size))
-    run = 0
     while data := receive_bytes(control, 0):
         try:
-            job: Job = loads(data)
+            run: int  # counted by rank 0: not every run has a job for every rank
+            job: Job
+            run, job = loads(data)
             del data
-            run += 1
             result = job(Peers(rank, size, device, Patience(timeout), groups, run))
             del job
             send_bytes(control, 0, pickle.dumps(result))
