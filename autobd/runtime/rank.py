@@ -244,6 +244,7 @@ class Rank:
             student.loss = student.relative = student.teacher_norm = torch.zeros((), device=self.device)
             return None
         seed = student_seed(self.seed, self.header.step, block, share=replicas.index(self.number))
+        normalisers = [n.to(t.dtype) for n, t in zip(student.normalisers, targets, strict=True)]
         with torch.enable_grad(), keyed(seed, self.device, part.keys_python):
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
             student.output = part.module(*self._entering(block, boundary), *given)
@@ -251,15 +252,14 @@ class Rank:
             student.learns = not part.varies or any(t.requires_grad for t in outputs)
             where, split = self._where(block), len(replicas) > 1
             losses = [evaluate(recipe.loss, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
-            scaled = [loss / n for loss, n in zip(losses, student.normalisers, strict=True)]
+            scaled = [loss / n for loss, n in zip(losses, normalisers, strict=True)]
             loss = torch.stack(scaled if isinstance(recipe.loss, MSE) and recipe.loss.normalised else losses).mean()
         with torch.no_grad():
             errors = (
                 [s.detach() for s in scaled]
                 if isinstance(recipe.loss, MSE)
                 else [
-                    (s.detach() - t).square().mean() / n
-                    for s, t, n in zip(outputs, targets, student.normalisers, strict=True)
+                    (s.detach() - t).square().mean() / n for s, t, n in zip(outputs, targets, normalisers, strict=True)
                 ]
             )
             student.relative = torch.stack(errors).mean()
@@ -375,7 +375,7 @@ class Rank:
         for i, t in enumerate(targets):
             sums[i] = t.double().square().mean() * student.weight
         self._reducers[number]([sums]).result(self.peers.patience)
-        return [torch.where(s > 0, s, torch.ones_like(s)).to(_dtype(targets)) for s in sums]
+        return [torch.where(s > 0, s, torch.ones_like(s)) for s in sums]
 
     def _entering(self, block: int, boundary: Boundary | None) -> Boundary:
         """The boundary before `block` as the student's block takes it."""
@@ -413,10 +413,6 @@ def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bo
 def _like(students: Mapping[int, StudentPart]) -> Tensor:
     parameters = [p for s in students.values() for p in s.module.parameters() if p.is_floating_point()]
     return next(iter(parameters), torch.zeros(()))
-
-
-def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    return tensors[0].dtype if tensors else torch.get_default_dtype()
 
 
 def _on(parts: Mapping[int, Part], device: torch.device) -> dict[int, Part]:
