@@ -10,6 +10,7 @@ once, and then trains student after student: forward, backward, all-reduce, upda
 from __future__ import annotations
 
 from ..blocks import Split
+from ..errors import PlanError
 from ..planner import Assignment, Plan
 from ..planner.plan import overlapping
 from .check import check
@@ -29,6 +30,14 @@ def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
     plan.check(len(split))
     edges, inputs = _edges(plan, split, own_input)
     together = [set(tie.blocks) for tie in split.ties if tie.together]
+    for blocks in together:
+        if not any(blocks <= set(a.blocks) for a in plan.assignments):
+            raise PlanError(
+                f"The plan parts blocks {sorted(blocks)}, which train a weight together.",
+                given=f"blocks {[a.blocks for a in plan.assignments]}",
+                expected="one assignment for them",
+                do='put them in one, or split with ties="first"',
+            )
     ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
     program = Program(plan, tuple(edges), inputs, ranks, own_input)
     check(program)
@@ -143,31 +152,42 @@ class _Builder:
         self._students(number, a, loaded, teacher)
 
     def _students(self, number: int, a: Assignment, loaded: int | None, teacher: dict[int, int | None]) -> None:
-        gradients: dict[int, int] = {}
+        backward: dict[int, int] = {}
+        gradients: dict[int, tuple[int, ...]] = {}  # what makes them whole
         updated: set[int] = set()
         given = self.student if self.own_input else teacher
         for block in a.blocks:
+            if self.own_input and block and block - 1 not in given:
+                raise PlanError(
+                    f"Rank {self.rank} trains block {block} before block {block - 1}, whose own boundary it takes.",
+                    given=f"assignments {[a.blocks for a in self.plan.assignments]}",
+                    expected="assignments of a rank in the order of their blocks",
+                )
             forward = self.add(Op.STUDENT_FORWARD, block, number, loaded, teacher[block], given.get(block - 1))
             relayed = self._edge_indices("student", source=self.rank, block=block)
             if self.own_input and block + 1 < self.blocks:
                 self.student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
                 if relayed:
                     self.add(Op.RELAY_STUDENT, block, number, self.student[block], edges=relayed)
-            gradients[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward)
-            if a.replicated:
-                gradients[block] = self.add(Op.ALL_REDUCE, block, number, gradients[block])
+            backward[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward)
+            whole = [b for b in backward if b not in gradients and self._with(b) <= set(backward)]
+            for b in whole:
+                needs = tuple(backward[tied] for tied in self._with(b))
+                gradients[b] = (self.add(Op.ALL_REDUCE, b, number, *needs),) if a.replicated else needs
             if not self.plan.barrier:
                 # The all-reduce of a block goes on while the next one computes.
-                ready = [b for b in gradients if b not in updated and (b != block or not a.replicated)]
+                ready = [b for b in gradients if b not in updated and (b not in whole or not a.replicated)]
                 self._update(number, ready, gradients, updated)
         if self.plan.barrier:
-            gate = self.add(Op.BARRIER, None, number, *gradients.values())
-            gradients = dict.fromkeys(gradients, gate)
+            gate = self.add(Op.BARRIER, None, number, *(i for own in gradients.values() for i in own))
+            gradients = dict.fromkeys(gradients, (gate,))
         self._update(number, [b for b in a.blocks if b not in updated], gradients, updated)
 
-    def _update(self, number: int, blocks: list[int], gradients: dict[int, int], updated: set[int]) -> None:
+    def _with(self, block: int) -> set[int]:
+        """The blocks that add to the gradients of `block`'s weights."""
+        return {block}.union(*(tied for tied in self.together if block in tied))
+
+    def _update(self, number: int, blocks: list[int], gradients: dict[int, tuple[int, ...]], updated: set[int]) -> None:
         for block in blocks:
-            waits_for = {block}.union(*(tied for tied in self.together if block in tied))
-            if waits_for <= set(gradients):  # what trains a weight together updates after all of it
-                self.add(Op.UPDATE, block, number, *(gradients[b] for b in waits_for))
-                updated.add(block)
+            self.add(Op.UPDATE, block, number, *gradients[block])
+            updated.add(block)

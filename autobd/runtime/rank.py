@@ -245,6 +245,7 @@ class Rank:
             student.loss = student.relative = student.teacher_norm = torch.zeros((), device=self.device)
             return None
         seed = student_seed(self.seed, self.header.step, block, share=replicas.index(self.number))
+        normalisers = [n.to(t.dtype) for n, t in zip(student.normalisers, targets, strict=True)]
         draw = keyed(seed, self.device, part.draws_python) if part.draws else nullcontext()
         with torch.enable_grad(), draw:
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
@@ -254,7 +255,7 @@ class Rank:
             where, split = self._where(block), len(replicas) > 1
             losses = [evaluate(recipe.loss, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
             normalised = isinstance(recipe.loss, MSE) and recipe.loss.normalised
-            loss = _mean(_over(losses, student.normalisers) if normalised else losses)
+            loss = _mean(_over(losses, normalisers) if normalised else losses)
         student.loss = loss.detach()
         with torch.no_grad():
             student.teacher_norm = _mean([torch.linalg.vector_norm(t) for t in targets])
@@ -262,7 +263,7 @@ class Rank:
                 student.relative = student.loss
             else:
                 errors = [(s - t).square().mean() for s, t in zip(outputs, targets, strict=True)]
-                student.relative = _mean(_over(errors, student.normalisers))
+                student.relative = _mean(_over(errors, normalisers))
         return loss
 
     def student_boundary(self, block: int) -> Boundary | None:
@@ -373,7 +374,7 @@ class Rank:
         for i, t in enumerate(targets):
             sums[i] = t.double().square().mean() * student.weight
         self._reducers[number]([sums]).result(self.peers.patience)
-        return [torch.where(s > 0, s, torch.ones_like(s)).to(_dtype(targets)) for s in sums]
+        return [torch.where(s > 0, s, torch.ones_like(s)) for s in sums]
 
     def _entering(self, block: int, boundary: Boundary | None) -> Boundary:
         """The boundary before `block` as the student's block takes it."""
@@ -419,10 +420,6 @@ def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bo
 def _like(students: Mapping[int, StudentPart]) -> Tensor:
     parameters = [p for s in students.values() for p in s.module.parameters() if p.is_floating_point()]
     return next(iter(parameters), torch.zeros(()))
-
-
-def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    return tensors[0].dtype if tensors else torch.get_default_dtype()
 
 
 def _on(parts: Mapping[int, Part], device: torch.device) -> dict[int, Part]:

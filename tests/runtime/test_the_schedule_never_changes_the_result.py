@@ -1,0 +1,141 @@
+"""Any plan's student equals a serial loop over the same row intervals: the loop is plain PyTorch (`shares.Serial`)."""
+
+import copy
+import functools
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from networks import assert_same, fingerprint
+from shares import Serial, adapters_of, batches, pairs, plans
+
+import autobd
+from autobd import ranks
+from autobd.cluster import Cluster
+from autobd.errors import PlanError, SplitError
+
+DEVICES = ("cpu",) * 4
+# What random models and plans may rightly be refused for: tensors of equal shape that pair in two ways, hand-overs
+# between shares that overlap in part, orders in which ranks wait for each other.
+REFUSED = ("cannot be learned as a block", "cannot be handed over", "wait for each other")
+EXAMPLES = settings(
+    max_examples=int(os.environ.get("AUTOBD_EXAMPLES", "10")),
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what hangs would take an hour
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+RECIPES = st.builds(
+    lambda optimizer, lr, clip, block_input: autobd.Recipe(
+        optimizer=optimizer, lr=lr, clip=clip, block_input=block_input, logits=False
+    ),
+    st.sampled_from([torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)]),
+    st.sampled_from([1e-3, lambda block, progress: 1e-3 * (1 + block) * (1 - progress / 2)]),
+    st.sampled_from([None, 0.1]),
+    st.sampled_from(["teacher", "student"]),
+)
+
+
+class Ranks:
+    """A group that is opened again after a failure, so that hypothesis can go on."""
+
+    def __init__(self):
+        self.group = None
+
+    def distill(self, *arguments, **options):
+        if self.group is None:
+            self.group = ranks.open(Cluster(DEVICES), timeout=20, threads=1)
+        try:
+            return autobd.distill(*arguments, devices=self.group, progress=False, **options)
+        except (PlanError, SplitError):
+            raise  # before anything was run
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self):
+        if self.group is not None:
+            self.group.close()
+        self.group = None
+
+
+@pytest.fixture(scope="module")
+def group():
+    opened = Ranks()
+    yield opened
+    opened.close()
+
+
+def assert_the_plan_gives_what_the_serial_loop_gives(group, data, image, tied=False, **options):
+    teacher, student = data.draw(pairs(image, tied))
+    blocks = len(student.parts)
+    policy, apart = "first", []
+    if tied:
+        policy = data.draw(st.sampled_from(["first", "together"]))
+        shared = [
+            i for i, part in enumerate(student.parts) if any(part.mix is p.mix for p in student.parts if p is not part)
+        ]
+        together = policy == "together" and student.parts[shared[0]].mix.weight.requires_grad
+        apart = [not (together and shared[0] < b <= shared[1]) for b in range(blocks)]
+    plan = data.draw(plans(blocks, DEVICES, apart=apart, **options), label="plan")
+    recipe = data.draw(RECIPES)
+    given_batches = data.draw(batches(image))
+    epochs, seed = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 9))
+    adapters = data.draw(st.sampled_from(["auto", "matched"]))
+    mine, before, student_before = copy.deepcopy(student), fingerprint(teacher), fingerprint(student)
+    cuts = list(zip(teacher.cuts, student.cuts, strict=True))
+    try:
+        result = group.distill(
+            teacher, student, given_batches, strategy=plan, recipe=recipe, epochs=epochs, seed=seed, cuts=cuts,
+            adapters=adapters, ties=policy,
+        )  # fmt: skip
+    except (PlanError, SplitError) as error:
+        assume(not any(text in str(error) for text in REFUSED))
+        raise
+    assert result.plan == plan
+    own_input = recipe.block_input == "student"
+    serial = Serial(teacher, mine, adapters_of(result.split), plan, recipe, own_input, policy == "together", seed)
+    losses = serial.train(given_batches, epochs)
+    assert result.history.epoch_ends == [len(given_batches) * (e + 1) for e in range(epochs)]
+    exact = recipe.clip is None and not any(a.replicated for a in plan.assignments)
+    close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-10, "atol": 1e-10}
+    folded = {f"{name}.weight" for a in adapters_of(result.split).values() for name in a.folds}
+    torch.testing.assert_close(result.history.losses, losses, **close)
+    torch.testing.assert_close(result.history.relative, losses, **close)
+    for name, value in mine.state_dict().items():
+        wanted = {"rtol": 1e-10, "atol": 1e-10} if name in folded else close
+        torch.testing.assert_close(student.state_dict()[name], value, **wanted, msg=lambda m, n=name: f"{n}: {m}")
+    assert_same(before, fingerprint(teacher))
+    after = fingerprint(student)
+    assert result.student is student
+    assert {n: (i, g) for n, (i, _, g) in student_before[0].items()} == {n: (i, g) for n, (i, _, g) in after[0].items()}
+    assert student_before[1:] == after[1:]
+
+
+@pytest.mark.timeout(60)
+@EXAMPLES
+@given(st.data())
+def test_images_with_batch_norm(group, data):
+    assert_the_plan_gives_what_the_serial_loop_gives(group, data, True)
+
+
+@pytest.mark.timeout(60)
+@EXAMPLES
+@given(st.data())
+def test_tokens_with_layer_norm_and_a_mask(group, data):
+    assert_the_plan_gives_what_the_serial_loop_gives(group, data, False)
+
+
+@pytest.mark.timeout(60)
+@EXAMPLES
+@given(st.data())
+def test_tied_layers(group, data):
+    assert_the_plan_gives_what_the_serial_loop_gives(group, data, False, tied=True)
+
+
+@pytest.mark.timeout(60)
+@EXAMPLES
+@given(st.data())
+def test_bit_by_bit_where_nothing_is_replicated(group, data):
+    assert_the_plan_gives_what_the_serial_loop_gives(group, data, False, replicas=False)
