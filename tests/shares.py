@@ -47,7 +47,7 @@ class Part(nn.Module):
 
 
 class Model(nn.Module):
-    """`parts` one after another; part `i` reads part `reads[i]` too, if that is not None, and the mask if `masked[i]`."""
+    """`parts` one after another; part `i` reads part `reads[i]` too, if there is one, and the mask if `masked[i]`."""
 
     def __init__(self, parts, reads, masked, width):
         super().__init__()

@@ -1,0 +1,85 @@
+"""Under `torchrun`, on one node or two, every process gets the student that one process trains."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+SCRIPT = """
+import os, sys, torch, autobd
+from torch import nn
+
+def net(width, seed):
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(6, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, 6)) for _ in "123"]
+    return nn.Sequential(*layers, nn.Linear(6, 3)).double()
+
+torch.manual_seed(7)
+batches = [torch.randn(rows, 6).double() for rows in (8, 8, 3)]
+rank = int(os.environ.get("RANK", 0))
+teacher, student = net(16, 0), net(5, 1 + rank)  # rank 0's weights are the ones that count
+cuts = [(str(i), str(i)) for i in range(3)]
+found = {}
+for strategy in ("tr+dpu", "dp"):
+    result = autobd.distill(teacher, student, batches, strategy=strategy, epochs=2, cuts=cuts, threads=1,
+                            timeout=60, progress=False)
+    assert result.student is student and len(result.split) == 4 and result.verification.exact
+    state = {key: value.clone() for key, value in student.state_dict().items()}
+    found[strategy] = {**state, "losses": torch.tensor(result.history.losses, dtype=torch.float64)}
+try:
+    autobd.distill(teacher, student, [], progress=False)
+except autobd.AutobdError as error:  # of rank 0, on every rank
+    assert "no batch" in str(error)
+else:
+    raise AssertionError("not refused")
+torch.save(found, sys.argv[1] + str(rank))
+"""
+
+
+def launched(script, out, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(out)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def check(process):
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+
+
+def assert_like_one_process(directory, script, ranks):
+    subprocess.run([sys.executable, str(script), str(directory / "alone")], check=True, timeout=100)
+    expected = torch.load(directory / "alone0")
+    for rank in range(ranks):
+        found = torch.load(directory / f"out{rank}")
+        for strategy, atol in (("tr+dpu", 0), ("dp", 1e-10)):
+            for key, value in expected[strategy].items():
+                assert torch.allclose(found[strategy][key], value, rtol=0, atol=atol), (rank, strategy, key)
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_on_one_node(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    check(launched(script, tmp_path / "out", "--standalone", "--nproc-per-node", "2"))
+    assert_like_one_process(tmp_path, script, 2)
+
+
+@pytest.mark.timeout(300)
+def test_two_nodes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "nodes")
+    agents = [
+        launched(
+            script, tmp_path / "out", "--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1", *meeting
+        )
+        for _ in range(2)
+    ]
+    for agent in agents:
+        check(agent)
+    assert_like_one_process(tmp_path, script, 2)
