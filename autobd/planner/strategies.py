@@ -12,6 +12,7 @@ from .plan import Assignment, Plan
 
 STRATEGIES = ("auto", "dp", "ls", "tr", "tr+dpu", "ir", "ahd")
 _STUDENT_PASSES = 3  # forward, and a backward of twice its cost
+_REPLICAS = 1.1  # what a replicated stage costs beyond its share: smaller shares, all-reduce; until it is measured
 
 Unit = tuple[int, ...]  # consecutive blocks that stay together
 
@@ -126,7 +127,7 @@ def _best_chain(
                     if (i, n - k) not in best:
                         continue
                     slowest, stages, used = best[i, n - k]
-                    share = -(-rows // k) / rows
+                    share = -(-rows // k) / rows * (_REPLICAS if k > 1 else 1)
                     value = (max(slowest, (ends[j] - ends[i]) * share), stages + 1, used + k)
                     if (j, n) not in best or value < best[j, n]:
                         best[j, n], origin[j, n] = value, (i, k)
