@@ -98,12 +98,18 @@ class _Builder:
         self.student: dict[int, int | None] = {}  # what makes the student's own boundary after a block
 
     def run(self) -> tuple[Instruction, ...]:
-        for number, a in enumerate(self.plan.assignments):
-            scattered = self._edge_indices("inputs", number, source=self.rank)
-            sent = self.add(Op.SCATTER, None, number, edges=scattered) if scattered else None
+        numbered = list(enumerate(self.plan.assignments))
+        for number, a in numbered:  # others need not wait for what this rank does itself
+            if self.rank not in a.ranks:
+                self._scatter(number)
+        for number, a in numbered:
             if self.rank in a.ranks:
-                self._assignment(number, a, sent)
+                self._assignment(number, a, self._scatter(number))
         return tuple(self.instructions)
+
+    def _scatter(self, number: int) -> int | None:
+        edges = self._edge_indices("inputs", number, source=self.rank)
+        return self.add(Op.SCATTER, None, number, edges=edges) if edges else None
 
     def add(self, op: Op, block: int | None, number: int, *after: int | None, edges: tuple[int, ...] = ()) -> int:
         needs = tuple(sorted({i for i in after if i is not None}))

@@ -1,6 +1,6 @@
 """A message: a few numbers and any tensors, packed into one buffer of bytes.
 
-count | kind step batch first last progress tensors | dtype dims shape strides offset | ... | bytes of the tensors
+count | kind step batch first last progress sizes apart tensors | dtype dims shape strides offset | ... | tensors
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Header:
         step: number of the step.
         batch: rows of the whole batch; `first`, `last`: the rows that the message holds (`last` is one past).
         progress: 0 to 1 through the training.
+        sizes: which of the sizes of inputs that have come so far the batch has.
     """
 
     kind: int = STEP
@@ -39,6 +40,7 @@ class Header:
     first: int = 0
     last: int = 0
     progress: float = 0.0
+    sizes: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Packing:
             layout += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *tensor.stride(), offset]
             parts.append((tensor, offset))
             offset = _aligned(offset + tensor.numel() * tensor.element_size())
-        numbers = [header.kind, header.step, header.batch, header.first, header.last, progress]
+        numbers = [header.kind, header.step, header.batch, header.first, header.last, progress, header.sizes]
         words = [*numbers, offset if outside else -1, len(tensors), *layout]
         count = 1 + len(words)
         return cls(_aligned(8 * count), offset, outside, (count, *words), tuple(parts))
@@ -93,10 +95,10 @@ class Packing:
 
 def read_header(buffer: Tensor) -> tuple[Header, int | None]:
     """The header of a packed message, and how many bytes of tensors travel apart from it (None: none do)."""
-    words = buffer[8 : 8 * 9].view(torch.int64).tolist()
+    words = buffer[8 : 8 * 10].view(torch.int64).tolist()
     (progress,) = struct.unpack("<d", struct.pack("<q", words[5]))
     kind, step, batch, first, last = words[:5]
-    return Header(kind, step, batch, first, last, progress), None if words[6] < 0 else words[6]
+    return Header(kind, step, batch, first, last, progress, words[6]), None if words[7] < 0 else words[7]
 
 
 def read_tensors(buffer: Tensor, payload: Tensor | None = None) -> list[Tensor]:
@@ -104,8 +106,8 @@ def read_tensors(buffer: Tensor, payload: Tensor | None = None) -> list[Tensor]:
     count = int(buffer[:8].view(torch.int64))
     words = buffer[8 : 8 * count].view(torch.int64).tolist()
     payload = buffer[_aligned(8 * count) :] if payload is None else payload
-    tensors, at = [], 8
-    for _ in range(words[7]):
+    tensors, at = [], 9
+    for _ in range(words[8]):
         dims = words[at + 1]
         shape, strides = words[at + 2 : at + 2 + dims], words[at + 2 + dims : at + 2 + 2 * dims]
         tensors.append(_strided(payload, _DTYPES[words[at]], tuple(shape), tuple(strides), words[at + 2 + 2 * dims]))

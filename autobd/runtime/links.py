@@ -12,13 +12,10 @@ from ..ranks import Header, Peers, Receiver, Sender
 
 
 class Links:
-    """Both kinds of ends of the edges that touch a rank, opened for one run.
+    """Both kinds of ends of the edges that touch a rank, opened for one run; beside the program's, an edge from every
+    other rank to rank 0 for results, and one back for news: blocks for other sizes, and weights trained elsewhere."""
 
-    Arguments:
-        refreshed: ranks that hold copies of weights that another rank trains.
-    """
-
-    def __init__(self, program: Program, rank: int, peers: Peers, refreshed: Sequence[int] = ()) -> None:
+    def __init__(self, program: Program, rank: int, peers: Peers) -> None:
         edges, busy = program.edges, [r for r, instructions in enumerate(program.ranks) if instructions]
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
@@ -28,18 +25,17 @@ class Links:
             if edge.target == rank:
                 self.receivers[i] = peers.receiver(edge.source, i, _carries(edge))
         self.results: dict[int, Receiver] = {}
-        self.refresh: dict[int, Sender] = {}
+        self.announce: dict[int, Sender] = {}
         self.report: Sender | None = None
         self.news: Receiver | None = None
         back, down = len(edges), len(edges) + peers.size
         if rank == 0:
             others = [r for r in busy if r != 0]
             self.results = {r: peers.receiver(r, back + r, "losses and weights", keep=True) for r in others}
-            self.refresh = {r: peers.sender(r, down + r, 2, "tied weights") for r in refreshed if r != 0}
+            self.announce = {r: peers.sender(r, down + r, 2, "news") for r in others}
         else:
             self.report = peers.sender(0, back + rank, 2, "losses and weights")
-            if rank in refreshed:
-                self.news = peers.receiver(0, down + rank, "tied weights")
+            self.news = peers.receiver(0, down + rank, "news")
         taken = [e for i in program.ranks[rank] for e in i.edges if e in self.receivers]
         self._first = taken[0] if taken else None
 
@@ -65,7 +61,7 @@ class Links:
         """Wait until everything has arrived, after a STOP on every edge."""
         news = [self.news] if self.news is not None else []
         report = [self.report] if self.report is not None else []
-        ends: list[Sender | Receiver] = [*self.senders.values(), *self.refresh.values(), *report]
+        ends: list[Sender | Receiver] = [*self.senders.values(), *self.announce.values(), *report]
         ends += [*self.receivers.values(), *self.results.values(), *news]
         for end in ends:
             end.join()

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from ..blocks import Split
 from ..blocks.adapters import Adapter
+from ..blocks.cuts import Boundary
 from ..recipe import Recipe
 from ..recipe.recipe import BlockRecipe
 from .ties import stale_copies, trained_names
@@ -113,10 +114,11 @@ def _may_change(tensor: Tensor) -> bool:
 
 def _without_nodes(adapter: Adapter) -> Adapter:
     """The adapter without the graphs that its tensors come from."""
-    nothing = cast(fx.Node, None)
-    return replace(
-        adapter, teacher=replace(adapter.teacher, node=nothing), student=replace(adapter.student, node=nothing)
-    )
+    return replace(adapter, teacher=without_node(adapter.teacher), student=without_node(adapter.student))
+
+
+def without_node(tensor: Boundary) -> Boundary:
+    return replace(tensor, node=cast(fx.Node, None))
 
 
 def tensors_at(module: nn.Module, paths: Mapping[str, str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from ..errors import AutobdError, LossError, NonFiniteError, RankError
 from ..graph import Arguments
 from ..planner.plan import intervals
 from ..program import Program
-from ..ranks import STEP, Header, Lost, Peers
+from ..ranks import Header, Lost, Peers
 from ..ranks.message import is_dense
 from ..recipe import MSE
 from ..recipe.losses import evaluate, mean_square
 from .channels import ChannelMaps
+from .form import Form
 from .links import Links
 from .part import Part, StudentPart, tensors_at
 from .randomness import keyed, student_seed
@@ -53,7 +54,7 @@ class _Student:
     """A student block in training."""
 
     def __init__(self, part: StudentPart, like: Tensor) -> None:
-        self.part, self.recipe = part, part.recipe
+        self.part, self.recipe, self.like = part, part.recipe, like
         self.tensors = tensors_at(part.module, part.keys)
         self.stale = tensors_at(part.module, part.stale)
         self.before = [a.on(like) for a in part.before]
@@ -67,6 +68,13 @@ class _Student:
         self.loss, self.relative, self.norm, self.teacher_norm = zero, zero, zero, zero
         self.weight = 1.0
 
+    def take(self, part: Part) -> None:
+        """Go on with the block in another form."""
+        assert part.student is not None
+        self.part = part.student
+        self.before = [a.on(self.like) for a in part.student.before]
+        self.behind = [a.on(self.like) for a in part.student.behind]
+
 
 class Rank:
     """State of a rank over a run; the methods are the instructions that generated programs call.
@@ -76,7 +84,6 @@ class Rank:
         parts: the block pairs that this rank runs, with students where it trains them.
         seed: as for `distill`.
         peers: the way to the other ranks.
-        refreshed: ranks that hold copies of weights that another one trains.
     """
 
     def __init__(
@@ -86,7 +93,6 @@ class Rank:
         parts: Mapping[int, Part],
         seed: int,
         peers: Peers,
-        refreshed: Sequence[int] = (),
     ) -> None:
         self.number, self.program, self.seed, self.peers = number, program, seed, peers
         self.device = peers.device
@@ -100,25 +106,41 @@ class Rank:
             student.optimizer = student.recipe.make_optimizer(student.parameters)
         set_mode([p.teacher for p in self.parts.values()], False)
         set_mode([s.module for s in students.values()], True)
-        self.links = Links(program, number, peers, refreshed)
+        self.links = Links(program, number, peers)
         self.sums: dict[int, GradientSum] = {}
         self._assignment = {b: n for n, a in enumerate(program.plan.assignments) for b in a.blocks}
         self._reducers: dict[int, AllReduce] = {
             n: peers.join(a.ranks) for n, a in enumerate(program.plan.assignments) if a.replicated and number in a.ranks
         }
         self._gate = peers.join(range(peers.size)) if program.plan.barrier else None
+        self._forms = {0: self.parts}
         self.header = Header()
         self.at: int | None = None
 
     # ---------------------------------------------------------------- a step
 
     def begin(self, header: Header) -> None:
-        """Start a step: its number, the batch's rows, and every block's learning rate."""
+        """Start a step: its number, the batch's rows and sizes, and every block's learning rate."""
+        if header.sizes != self.header.sizes:
+            self.parts = self._forms[header.sizes]
+            for block, student in self.students.items():
+                student.take(self.parts[block])
         self.header = header
         for student in self.students.values():
             if student.optimizer is not None and callable(student.recipe.lr):
                 for group in student.optimizer.param_groups:
                     group["lr"] = student.recipe.lr_at(header.progress)
+
+    def knows(self, sizes: int) -> bool:
+        """Whether the rank has blocks for the inputs' sizes of this number."""
+        return sizes in self._forms
+
+    def learn(self, sizes: int, forms: Mapping[int, Form]) -> None:
+        """Take blocks for other sizes of inputs."""
+        parts = {block: forms[block].of(part) for block, part in self._forms[0].items()}
+        set_mode([p.teacher for p in parts.values()], False)
+        set_mode([p.student.module for p in parts.values() if p.student is not None], True)
+        self._forms[sizes] = parts
 
     def run(self, step: Any, batch: Any) -> None:
         """Run the generated function. Errors: AutobdError as it is; others as RankError that names block and step."""
@@ -154,7 +176,7 @@ class Rank:
         """Send each rank of the assignment its rows of the inputs."""
         for edge in edges:
             first, last = self._rows(assignment, self.program.edges[edge].target)
-            header = Header(STEP, self.header.step, self.header.batch, first, last, self.header.progress)
+            header = replace(self.header, first=first, last=last)
             given = self._taken(assignment, batch, first, last) if first < last else []
             unique = list({id(t): t for t in given}.values())  # both models mostly read the same tensors
             places = {id(t): i for i, t in enumerate(unique)}
@@ -198,7 +220,7 @@ class Rank:
             first, last = self._rows(edge.assignment, edge.target)
             mine = self._rows(self._assignment[block], self.number)
             first, last = max(first, mine[0]), min(last, mine[1])
-            header = Header(STEP, self.header.step, self.header.batch, first, max(first, last), self.header.progress)
+            header = replace(self.header, first=first, last=max(first, last))
             rows: list[Tensor] = []
             if boundary is not None and first < last:
                 folded = self.parts[block].folded

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..planner import Plan
 from ..program import Program
 from ..program.build import teacher_blocks
 from ..ranks import EPOCH, STEP, Header, Peers
+from ..ranks.pickling import loads
 from ..runtime import Part, Rank, ShareLosses
 
 
@@ -31,7 +33,13 @@ class Job:
     refreshed: tuple[int, ...]
 
     def start(self, peers: Peers) -> Rank:
-        return Rank(self.rank, self.program, self.parts, self.seed, peers, self.refreshed)
+        return Rank(self.rank, self.program, self.parts, self.seed, peers)
+
+
+def blocks_run(plan: Plan, rank: int) -> list[int]:
+    """The blocks of which a rank runs the teacher or the student."""
+    own = [a for a in plan.assignments if rank in a.ranks]
+    return sorted({b for a in own for b in (*a.blocks, *teacher_blocks(plan, a))})
 
 
 def jobs(program: Program, parts: Sequence[Part], seed: int) -> dict[int, Job]:
@@ -41,10 +49,8 @@ def jobs(program: Program, parts: Sequence[Part], seed: int) -> dict[int, Job]:
     for rank, instructions in enumerate(program.ranks):
         if not instructions and rank != 0:
             continue
-        mine = [a for a in plan.assignments if rank in a.ranks]
-        trained = {b for a in mine for b in a.blocks}
-        needed = trained | {b for a in mine for b in teacher_blocks(plan, a)}
-        own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in sorted(needed)}
+        trained = {b for a in plan.assignments if rank in a.ranks for b in a.blocks}
+        own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in blocks_run(plan, rank)}
         found[rank] = Job(rank, program, own, seed, ())
     refreshed = tuple(r for r, job in found.items() if any(p.student and p.student.stale for p in job.parts.values()))
     return {r: replace(job, refreshed=refreshed) for r, job in found.items()}
@@ -55,9 +61,12 @@ def follow(job: Job, peers: Peers) -> None:
     rank, step = job.start(peers), job.program.compile(job.rank)
     links = rank.links
     assert links.report is not None
+    assert links.news is not None
     while True:
         coming = links.next()
         if coming.kind == STEP:
+            if not rank.knows(coming.sizes):
+                rank.learn(coming.sizes, loads(bytes(links.news.take()[1][0].numpy())))
             rank.run(step, None)
             links.report.send(Header(STEP, coming.step), packed(rank.finish_step()))
             continue
@@ -65,11 +74,10 @@ def follow(job: Job, peers: Peers) -> None:
         if coming.kind != EPOCH:
             break
         links.report.send(coming, by_name(rank.trained()))
-        if links.news is not None:
+        if job.rank in job.refreshed:
             rank.refresh(named(links.news.take()[1]))
     links.report.send(coming)
-    if links.news is not None:
-        links.news.take()
+    links.news.take()
     links.join()
 
 

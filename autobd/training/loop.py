@@ -19,13 +19,16 @@ from ..graph import Arguments
 from ..graph.state import Attributes, module_tensors, untouched
 from ..program import Program
 from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
+from ..ranks.pickling import dumps
 from ..recipe import Recipe
 from ..runtime import Part, Rank, parts_of
 from ..runtime.channels import Place, between, plain_weights
+from ..runtime.form import Form
 from .collect import Collector
 from .data import Batches
 from .history import History
-from .jobs import Job, by_name, follow, jobs
+from .jobs import Job, blocks_run, by_name, follow, jobs
+from .sizes import Sizes
 
 ToPair = Callable[[Any], tuple[Arguments, Arguments]]
 
@@ -91,10 +94,12 @@ class _Loop:
         self.split, self.program, self.recipe, self.batches = split, program, recipe, batches
         self.to_pair, self.progress = to_pair, progress
         self.history = History()
+        self.refreshed: list[int] = []
         self.maps: dict[Place, Tensor] = {}
 
     def run(self, job: Job, peers: Peers) -> None:
         rank, step = job.start(peers), self.program.compile(0)
+        sizes, self.refreshed = Sizes(self.split), [r for r in job.refreshed if r != 0]
         collector = Collector(rank, len(self.split), self.history)
         recipe, started, done = self.recipe, time.perf_counter(), 0
         total = recipe.steps or (self.batches.length * recipe.epochs if self.batches.length else None)
@@ -104,7 +109,11 @@ class _Loop:
                 for batch in self.batches.epoch(epoch):
                     pair = self.to_pair(batch)
                     check_like(pair, self.split)
-                    rank.begin(Header(STEP, done, pair[0].rows, progress=done / total if total else epoch / epochs))
+                    number, forms = sizes.of(pair)
+                    if forms is not None:
+                        _announce(rank, number, forms, job)
+                    now = done / total if total else epoch / epochs
+                    rank.begin(Header(STEP, done, pair[0].rows, progress=now, sizes=number))
                     rank.run(step, pair)
                     collector.add(done, rank.finish_step())
                     collector.look()
@@ -118,7 +127,7 @@ class _Loop:
                 if done == recipe.steps:
                     break
         rank.links.pass_on(STOP, done)
-        for sender in rank.links.refresh.values():
+        for sender in rank.links.announce.values():
             sender.send(Header(STOP, done))
         rank.links.join()
 
@@ -127,8 +136,8 @@ class _Loop:
         values = collector.weights()
         self.history.epoch_ends.append(steps)
         rank.refresh(values)
-        for sender in rank.links.refresh.values():
-            sender.send(Header(EPOCH, steps), by_name(values))
+        for other in self.refreshed:
+            rank.links.announce[other].send(Header(EPOCH, steps), by_name(values))
         self.maps = between(self.split, values)
         write_back(values | plain_weights(self.split, values), self.split.student.model)
 
@@ -137,6 +146,14 @@ class _Loop:
             losses = " ".join(f"{v:.3f}" for v in self.history.relative[-1])
             bar.set_postfix_str(f"relative loss {losses}", refresh=False)
         bar.update(self.history.steps - bar.n)
+
+
+def _announce(rank: Rank, number: int, forms: Mapping[int, Form], job: Job) -> None:
+    """Give every rank its blocks for other sizes of inputs."""
+    rank.learn(number, forms)
+    for other, sender in rank.links.announce.items():
+        data = bytearray(dumps({b: forms[b] for b in blocks_run(job.program.plan, other)}))
+        sender.send(Header(STEP, sizes=number), [torch.frombuffer(data, dtype=torch.uint8)])
 
 
 def write_back(values: Mapping[str, Tensor], target: nn.Module) -> None:
@@ -176,7 +193,7 @@ def _copy(student: nn.Module) -> nn.Module:
 
 
 def check_like(pair: Sequence[Arguments], split: Split) -> None:
-    """A recording holds for the example's shapes (at any batch size) and constants.
+    """A recording holds for the example's structure, dtypes and constants (sizes may differ: see `Sizes`).
 
     Errors: InputError for the teacher's and the student's arguments if they differ from those.
     """
@@ -188,8 +205,8 @@ def check_like(pair: Sequence[Arguments], split: Split) -> None:
             and given.constants == example.constants
             and all(
                 a.dtype == b.dtype
-                and a.shape[1:] == b.shape[1:]
-                and (a.shape[:1] == b.shape[:1] or (b.ndim and a.shape[0] == batch and b.shape[0] == rows))
+                and a.ndim == b.ndim
+                and (not b.ndim or (a.shape[0] == batch) == (b.shape[0] == rows) or a.shape == b.shape)
                 for a, b in zip(given.tensors, example.tensors, strict=True)
             )
         )
@@ -198,5 +215,5 @@ def check_like(pair: Sequence[Arguments], split: Split) -> None:
                 f"A batch does not fit the {whose} as it was recorded.",
                 given=given.describe(),
                 expected=f"{example.describe()}, with any number of rows",
-                do="pad or resize every batch alike, or set inputs=(for_teacher, for_student)",
+                do="give every batch the same structure, or set inputs=(for_teacher, for_student)",
             )

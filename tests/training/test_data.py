@@ -104,7 +104,7 @@ def test_models_of_timm_and_torchvision_declare_their_input():
         (3, {}, "Nothing to iterate over"),
         ("digits", {}, "Nothing to iterate over"),
         ([SAMPLES], {"batch_size": 4}, "comes in batches already"),
-        ([SAMPLES, torch.randn(4, 5)], {}, "does not fit the teacher"),
+        ([SAMPLES, torch.randn(4, 5)], {}, "another size than the first one"),
         ([SAMPLES, SAMPLES.double()], {}, "does not fit the teacher"),
         ([SAMPLES, {"nothing": SAMPLES}], {}, "no tensor with a batch dimension"),
         ([()], {}, "batch is empty"),

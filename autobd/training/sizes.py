@@ -1,0 +1,48 @@
+"""Batches of other sizes than the first one: sequences of another length, images of another size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..blocks import Split
+from ..blocks.resize import resized
+from ..graph import Arguments
+from ..runtime.form import Form, forms_of
+
+_MANY = 32
+
+
+class Sizes:
+    """The sizes of inputs that have come so far; 0 are those that the models were split with."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._numbers = {_sizes((split.teacher.example, split.student.example)): 0}
+
+    def of(self, pair: Sequence[Arguments]) -> tuple[int, Mapping[int, Form] | None]:
+        """The number of a batch's sizes and, where they are new, the blocks for them.
+
+        Errors: InputError if the models do something else at these sizes (see `resized`).
+        """
+        key = _sizes(pair)
+        if key in self._numbers:
+            return self._numbers[key], None
+        forms = forms_of(resized(self._split, pair))
+        number = self._numbers[key] = len(self._numbers)
+        if number == _MANY:
+            warnings.warn(
+                f"inputs of {number} sizes so far, and the models are recorded again for each: pad to fewer lengths",
+                stacklevel=2,
+            )
+        return number, forms
+
+
+def _sizes(pair: Sequence[Arguments]) -> tuple[torch.Size, ...]:
+    return tuple(
+        t.shape[1:] if t.ndim and t.shape[0] == arguments.rows else t.shape
+        for arguments in pair
+        for t in arguments.tensors
+    )
