@@ -47,7 +47,7 @@ class Part(nn.Module):
 
 
 class Model(nn.Module):
-    """`parts` one after another; part `i` reads part `reads[i]` too, if that is not None, and the mask if `masked[i]`."""
+    """`parts` one after another; part `i` reads part `reads[i]` too (None: no other), and the mask if `masked[i]`."""
 
     def __init__(self, parts, reads, masked, width):
         super().__init__()
@@ -239,7 +239,7 @@ class Serial:
         own, losses = [], []
         for i in range(self.blocks):
             if self.scales[i] is None:
-                self.scales[i] = [t.square().mean() for t in taught[i]]
+                self.scales[i] = [t.square().mean() if t.any() else torch.ones(()) for t in taught[i]]
             source = own if self.own_input else taught
             outputs, loss_sum = [], 0.0
             for share, (a, b) in enumerate(shares(self.assignment[i], rows)):
