@@ -1,7 +1,7 @@
 """`build(plan, split) -> Program`: from a plan to the instructions of every rank.
 
-For each of its assignments, in the plan's order, a rank loads or receives its rows, runs all teacher blocks, relays at
-once, and then trains student after student: forward, backward, all-reduce, update.
+Rank 0 sends the inputs. For each of its assignments, in the plan's order, a rank loads or receives its rows, runs all
+teacher blocks, relays at once, and then trains student after student: forward, backward, all-reduce, update.
 
     rank 0   load  T0 T1 relay | S0 F B U  S1 F B U | load ...
     rank 1           receive T2 T3 | S2 F B U  S3 F B U | receive ...
@@ -98,11 +98,14 @@ class _Builder:
         self.student: dict[int, int | None] = {}  # what makes the student's own boundary after a block
 
     def run(self) -> tuple[Instruction, ...]:
-        for number, a in enumerate(self.plan.assignments):
+        sent: dict[int, int] = {}
+        for number in range(len(self.plan.assignments)):  # at once: no stage waits for what rank 0 trains
             scattered = self._edge_indices("inputs", number, source=self.rank)
-            sent = self.add(Op.SCATTER, None, number, edges=scattered) if scattered else None
+            if scattered:
+                sent[number] = self.add(Op.SCATTER, None, number, edges=scattered)
+        for number, a in enumerate(self.plan.assignments):
             if self.rank in a.ranks:
-                self._assignment(number, a, sent)
+                self._assignment(number, a, sent.get(number))
         return tuple(self.instructions)
 
     def add(self, op: Op, block: int | None, number: int, *after: int | None, edges: tuple[int, ...] = ()) -> int:
