@@ -15,7 +15,7 @@ from ..blocks.verify import set_mode
 from ..errors import AutobdError, LossError, NonFiniteError, RankError
 from ..graph import Arguments
 from ..planner.plan import intervals
-from ..program import Program
+from ..program import Op, Program
 from ..ranks import STEP, Header, Lost, Peers
 from ..ranks.message import is_dense
 from ..recipe import MSE
@@ -105,7 +105,8 @@ class Rank:
         self._reducers: dict[int, AllReduce] = {
             n: peers.join(a.ranks) for n, a in enumerate(program.plan.assignments) if a.replicated and number in a.ranks
         }
-        self._gate = peers.join(range(peers.size)) if program.plan.barrier else None
+        gated = [r for r, own in enumerate(program.ranks) if any(i.op is Op.BARRIER for i in own)]
+        self._gate = peers.join(gated) if number in gated and len(gated) > 1 else None
         self.header = Header()
         self.at: int | None = None
 
@@ -301,9 +302,9 @@ class Rank:
         self.sums[block] = GradientSum(self.students[block].parameters, self._reducers[self._assignment[block]])
 
     def barrier(self, assignment: int) -> None:
-        """Wait for all ranks."""
-        assert self._gate is not None
-        self._gate([torch.zeros(1)]).result(self.peers.patience)
+        """Wait for all ranks that train."""
+        if self._gate is not None:
+            self._gate([torch.zeros(1)]).result(self.peers.patience)
 
     def update(self, block: int) -> None:
         """Clip, step and forget the gradients of this block alone."""
