@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ..blocks import Split
 from ..errors import PlanError
+from ..graph import Captured
 from ..planner import Assignment, Plan
 from ..planner.plan import overlapping
 from .check import check
@@ -39,7 +40,7 @@ def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
                 do='put them in one, or split with ties="first"',
             )
     ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
-    program = Program(plan, tuple(edges), inputs, ranks, own_input)
+    program = Program(plan, tuple(edges), inputs, ranks, own_input, (_batched(split.teacher), _batched(split.student)))
     check(program)
     return program
 
@@ -47,6 +48,11 @@ def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
 def teacher_blocks(plan: Plan, assignment: Assignment) -> range:
     """The teacher blocks that an assignment runs: its own, and those before where it has no other source."""
     return range(assignment.blocks[0] if plan.before(assignment) else 0, assignment.blocks[-1] + 1)
+
+
+def _batched(captured: Captured) -> frozenset[int]:
+    example = captured.example
+    return frozenset(i for i, t in enumerate(example.tensors) if t.ndim and t.shape[0] == example.rows)
 
 
 Inputs = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

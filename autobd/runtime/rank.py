@@ -220,8 +220,7 @@ class Rank:
         with torch.no_grad():
             given = [] if inputs is None or inputs.teacher is None else [inputs.teacher[i] for i in part.inputs]
             output: Boundary = part.teacher(*(boundary or ()), *given)
-            # As a message has it: where blocks run must not change what the next one computes with.
-            return tuple(t if is_dense(t) else t.contiguous() for t in output)
+            return _as_sent(output)
 
     def student_forward(
         self, block: int, inputs: Inputs | None, boundary: Boundary | None, target: Boundary | None
@@ -274,9 +273,11 @@ class Rank:
         if student.output is None:
             return None
         with torch.no_grad():
-            return tuple(
-                self.maps.leave(block, i, t.detach()) if i in student.part.distilled else t.detach()
-                for i, t in enumerate(student.output)
+            return _as_sent(
+                [
+                    self.maps.leave(block, i, t.detach()) if i in student.part.distilled else t.detach()
+                    for i, t in enumerate(student.output)
+                ]
             )
 
     def student_backward(self, block: int, loss: Tensor | None) -> None:
@@ -356,13 +357,15 @@ class Rank:
         """The rows of the inputs that an assignment reads, the teacher's before the student's."""
         sliced: dict[int, Tensor] = {}
         taken = []
-        for arguments, indices in zip(batch, self.program.inputs[assignment], strict=True):
-            tensors, rows = arguments.tensors, arguments.rows
+        whole = first == 0 and last == self.header.batch
+        for arguments, indices, batched in zip(
+            batch, self.program.inputs[assignment], self.program.batched, strict=True
+        ):
+            tensors = arguments.tensors
             for i in indices:
                 t = tensors[i]
                 if id(t) not in sliced:
-                    part = t.ndim and t.shape[0] == rows and (first, last) != (0, rows)
-                    own = t[first:last] if part else t
+                    own = t[first:last] if i in batched and not whole else t
                     sliced[id(t)] = own.clone() if t.is_inference() else own
                 taken.append(sliced[id(t)])
         return taken
@@ -404,6 +407,11 @@ class Rank:
     def _where(self, block: int | None) -> str:
         what = "" if block is None else f", block {block} ({self.parts[block].where})"
         return f"Rank {self.number}{what}, step {self.header.step}"
+
+
+def _as_sent(boundary: Sequence[Tensor]) -> Boundary:
+    """As a message has it: where blocks run must not change what the next one computes with."""
+    return tuple(t if is_dense(t) else t.contiguous() for t in boundary)
 
 
 def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bool:

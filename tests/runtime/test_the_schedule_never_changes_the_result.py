@@ -9,11 +9,9 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from networks import assert_same, fingerprint
-from shares import FEATURES, TOKENS, Model, Part, Serial, adapters_of, batches, pairs, plans
+from shares import FEATURES, TOKENS, Model, Part, Ranks, Serial, adapters_of, batches, pairs, plans
 
 import autobd
-from autobd import ranks
-from autobd.cluster import Cluster
 from autobd.errors import LossError, PlanError, SplitError
 from autobd.planner import STRATEGIES, Assignment, Plan
 
@@ -44,32 +42,9 @@ RECIPES = st.builds(
 )
 
 
-class Ranks:
-    """A group that is opened again after a failure, so that hypothesis can go on."""
-
-    def __init__(self):
-        self.group = None
-
-    def distill(self, *arguments, **options):
-        if self.group is None:
-            self.group = ranks.open(Cluster(DEVICES), timeout=20, threads=1)
-        try:
-            return autobd.distill(*arguments, devices=self.group, progress=False, **options)
-        except (PlanError, SplitError):
-            raise  # before anything was run
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self):
-        if self.group is not None:
-            self.group.close()
-        self.group = None
-
-
 @pytest.fixture(scope="module")
 def group():
-    opened = Ranks()
+    opened = Ranks(DEVICES)
     yield opened
     opened.close()
 
