@@ -12,6 +12,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
+import autobd
+from autobd import ranks as rank_groups
+from autobd.cluster import Cluster
+from autobd.errors import PlanError, SplitError
 from autobd.planner import Assignment, Plan
 
 SIDE, TOKENS, FEATURES, OUTPUTS = 4, 5, 3, 2
@@ -47,7 +51,7 @@ class Part(nn.Module):
 
 
 class Model(nn.Module):
-    """`parts` one after another; part `i` reads part `reads[i]` too, if there is one, and the mask if `masked[i]`."""
+    """`parts` one after another; part `i` reads part `reads[i]` too (None: no other), and the mask if `masked[i]`."""
 
     def __init__(self, parts, reads, masked, width):
         super().__init__()
@@ -239,7 +243,7 @@ class Serial:
         own, losses = [], []
         for i in range(self.blocks):
             if self.scales[i] is None:
-                self.scales[i] = [t.square().mean() for t in taught[i]]
+                self.scales[i] = [t.square().mean() if t.any() else torch.ones(()) for t in taught[i]]
             source = own if self.own_input else taught
             outputs, loss_sum = [], 0.0
             for share, (a, b) in enumerate(shares(self.assignment[i], rows)):
@@ -332,3 +336,26 @@ def adapters_of(split):
         for b, pair in enumerate(split.pairs[:-1])
         for t, i in enumerate(pair.student.distilled)
     }
+
+
+class Ranks:
+    """A group that is opened again after a failure, so that hypothesis can go on."""
+
+    def __init__(self, devices):
+        self.devices, self.group = devices, None
+
+    def distill(self, *arguments, **options):
+        if self.group is None:
+            self.group = rank_groups.open(Cluster(self.devices), timeout=20, threads=1)
+        try:
+            return autobd.distill(*arguments, devices=self.group, progress=False, **options)
+        except (PlanError, SplitError):
+            raise  # before anything was run
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self):
+        if self.group is not None:
+            self.group.close()
+        self.group = None

@@ -87,6 +87,8 @@ class Plan:
 
     def check(self, blocks: int) -> None:
         """Refuse a plan that does not train each of `blocks` blocks exactly once. Errors: PlanError."""
+        if not all(a.blocks for a in self.assignments):
+            raise PlanError("The plan has an assignment without blocks.", given=[a.blocks for a in self.assignments])
         trained = Counter(b for a in self.assignments for b in a.blocks)
         for block in range(blocks):
             if trained[block] != 1:

@@ -1,7 +1,7 @@
 """`build(plan, split) -> Program`: from a plan to the instructions of every rank.
 
-For each of its assignments, in the plan's order, a rank loads or receives its rows, runs all teacher blocks, relays at
-once, and then trains student after student: forward, backward, all-reduce, update.
+Rank 0 sends the inputs. For each of its assignments, in the plan's order, a rank loads or receives its rows, runs all
+teacher blocks, relays at once, and then trains student after student: forward, backward, all-reduce, update.
 
     rank 0   load  T0 T1 relay | S0 F B U  S1 F B U | load ...
     rank 1           receive T2 T3 | S2 F B U  S3 F B U | receive ...
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ..blocks import Split
 from ..errors import PlanError
+from ..graph import Captured
 from ..planner import Assignment, Plan
 from ..planner.plan import overlapping
 from .check import check
@@ -39,7 +40,7 @@ def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
                 do='put them in one, or split with ties="first"',
             )
     ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
-    program = Program(plan, tuple(edges), inputs, ranks, own_input)
+    program = Program(plan, tuple(edges), inputs, ranks, own_input, (_batched(split.teacher), _batched(split.student)))
     check(program)
     return program
 
@@ -47,6 +48,11 @@ def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
 def teacher_blocks(plan: Plan, assignment: Assignment) -> range:
     """The teacher blocks that an assignment runs: its own, and those before where it has no other source."""
     return range(assignment.blocks[0] if plan.before(assignment) else 0, assignment.blocks[-1] + 1)
+
+
+def _batched(captured: Captured) -> frozenset[int]:
+    example = captured.example
+    return frozenset(i for i, t in enumerate(example.tensors) if t.ndim and t.shape[0] == example.rows)
 
 
 Inputs = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -98,18 +104,15 @@ class _Builder:
         self.student: dict[int, int | None] = {}  # what makes the student's own boundary after a block
 
     def run(self) -> tuple[Instruction, ...]:
-        numbered = list(enumerate(self.plan.assignments))
-        for number, a in numbered:  # others need not wait for what this rank does itself
-            if self.rank not in a.ranks:
-                self._scatter(number)
-        for number, a in numbered:
+        sent: dict[int, int] = {}
+        for number in range(len(self.plan.assignments)):  # at once: no stage waits for what rank 0 trains
+            scattered = self._edge_indices("inputs", number, source=self.rank)
+            if scattered:
+                sent[number] = self.add(Op.SCATTER, None, number, edges=scattered)
+        for number, a in enumerate(self.plan.assignments):
             if self.rank in a.ranks:
-                self._assignment(number, a, self._scatter(number))
+                self._assignment(number, a, sent.get(number))
         return tuple(self.instructions)
-
-    def _scatter(self, number: int) -> int | None:
-        edges = self._edge_indices("inputs", number, source=self.rank)
-        return self.add(Op.SCATTER, None, number, edges=edges) if edges else None
 
     def add(self, op: Op, block: int | None, number: int, *after: int | None, edges: tuple[int, ...] = ()) -> int:
         needs = tuple(sorted({i for i in after if i is not None}))

@@ -25,6 +25,7 @@ class Program:
             reads.
         ranks: the instructions of each rank, in an order that respects their `after` edges.
         own_input: student blocks are given the student's own boundary.
+        batched: indices of the teacher's and of the student's input tensors that have a row for each of the batch.
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class Program:
     inputs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     ranks: tuple[tuple[Instruction, ...], ...]
     own_input: bool = False
+    batched: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
     def code(self, rank: int) -> str:
         """The Python source of `rank`'s step: the very function that runs."""

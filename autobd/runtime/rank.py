@@ -16,7 +16,7 @@ from ..blocks.verify import set_mode
 from ..errors import AutobdError, LossError, NonFiniteError, RankError
 from ..graph import Arguments
 from ..planner.plan import intervals
-from ..program import Program
+from ..program import Op, Program
 from ..ranks import Header, Lost, Peers
 from ..ranks.message import is_dense
 from ..recipe import MSE
@@ -112,7 +112,8 @@ class Rank:
         self._reducers: dict[int, AllReduce] = {
             n: peers.join(a.ranks) for n, a in enumerate(program.plan.assignments) if a.replicated and number in a.ranks
         }
-        self._gate = peers.join(range(peers.size)) if program.plan.barrier else None
+        gated = [r for r, own in enumerate(program.ranks) if any(i.op is Op.BARRIER for i in own)]
+        self._gate = peers.join(gated) if number in gated and len(gated) > 1 else None
         self._forms = {0: self.parts}
         self.header = Header()
         self.at: int | None = None
@@ -242,8 +243,7 @@ class Rank:
         with torch.no_grad():
             given = [] if inputs is None or inputs.teacher is None else [inputs.teacher[i] for i in part.inputs]
             output: Boundary = part.teacher(*(boundary or ()), *given)
-            # As a message has it: where blocks run must not change what the next one computes with.
-            return tuple(t if is_dense(t) else t.contiguous() for t in output)
+            return _as_sent(output)
 
     def student_forward(
         self, block: int, inputs: Inputs | None, boundary: Boundary | None, target: Boundary | None
@@ -294,9 +294,11 @@ class Rank:
         if student.output is None:
             return None
         with torch.no_grad():
-            return tuple(
-                self.maps.leave(block, i, t.detach()) if i in student.part.distilled else t.detach()
-                for i, t in enumerate(student.output)
+            return _as_sent(
+                [
+                    self.maps.leave(block, i, t.detach()) if i in student.part.distilled else t.detach()
+                    for i, t in enumerate(student.output)
+                ]
             )
 
     def student_backward(self, block: int, loss: Tensor | None) -> None:
@@ -322,9 +324,9 @@ class Rank:
         self.sums[block] = GradientSum(self.students[block].parameters, self._reducers[self._assignment[block]])
 
     def barrier(self, assignment: int) -> None:
-        """Wait for all ranks."""
-        assert self._gate is not None
-        self._gate([torch.zeros(1, device=self.device)]).result(self.peers.patience)
+        """Wait for all ranks that train."""
+        if self._gate is not None:
+            self._gate([torch.zeros(1, device=self.device)]).result(self.peers.patience)
 
     def update(self, block: int) -> None:
         """Clip, step and forget the gradients of this block alone."""
@@ -376,13 +378,15 @@ class Rank:
         """The rows of the inputs that an assignment reads, the teacher's before the student's."""
         sliced: dict[int, Tensor] = {}
         taken = []
-        for arguments, indices in zip(batch, self.program.inputs[assignment], strict=True):
-            tensors, rows = arguments.tensors, arguments.rows
+        whole = first == 0 and last == self.header.batch
+        for arguments, indices, batched in zip(
+            batch, self.program.inputs[assignment], self.program.batched, strict=True
+        ):
+            tensors = arguments.tensors
             for i in indices:
                 t = tensors[i]
                 if id(t) not in sliced:
-                    part = t.ndim and t.shape[0] == rows and (first, last) != (0, rows)
-                    own = t[first:last] if part else t
+                    own = t[first:last] if i in batched and not whole else t
                     sliced[id(t)] = own.clone() if t.is_inference() else own
                 taken.append(sliced[id(t)])
         return taken
@@ -432,6 +436,11 @@ def _over(values: Sequence[Tensor], by: Sequence[Tensor]) -> list[Tensor]:
 
 def _mean(values: Sequence[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(list(values)).mean()
+
+
+def _as_sent(boundary: Sequence[Tensor]) -> Boundary:
+    """As a message has it: where blocks run must not change what the next one computes with."""
+    return tuple(t if is_dense(t) else t.contiguous() for t in boundary)
 
 
 def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bool:

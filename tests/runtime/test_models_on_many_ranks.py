@@ -1,0 +1,102 @@
+"""Models with more between their blocks than one tensor per row: as on one rank, whatever the plan."""
+
+import copy
+
+import pytest
+import torch
+from shares import Ranks
+from torch import nn
+
+import autobd
+from autobd.planner import Assignment, Plan
+
+DEVICES = ("cpu",) * 3
+STAGES = [Assignment((0,), (2,), (6,), "relay"), Assignment((1, 2), (0,), (6,), "relay")]
+STAGES += [Assignment((3,), (1,), (6,), "relay")]
+SPLIT = [Assignment((0, 1), (0, 1), (4, 2), "relay"), Assignment((2, 3), (2,), (6,), "relay")]
+
+
+@pytest.fixture(scope="module")
+def group():
+    opened = Ranks(DEVICES)
+    yield opened
+    opened.close()
+
+
+class Layers(nn.Module):
+    def __init__(self, width, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8), nn.LayerNorm(8)) for _ in range(3)
+        )
+
+
+class Masked(Layers):
+    """A mask that an activation decides is read by every layer; what crosses is not a number that can be learned."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        mask = x.sum(-1, keepdim=True) > 0
+        for layer in self.layers:
+            x = x + layer(x).masked_fill(mask, 0.0)
+        return self.head(x.mean(1))
+
+
+class Table(Layers):
+    """An input that is the same for all rows, and may have as many rows as a batch."""
+
+    def forward(self, x, table):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x + table)
+        return self.head(x.mean(1))
+
+
+class Folded(Layers):
+    """Tokens folded into the batch."""
+
+    def forward(self, x):
+        rows, tokens, _ = x.shape
+        x = self.embed(x).reshape(rows * tokens, 8)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.reshape(rows, tokens, 8).mean(1))
+
+
+class Strided(Layers):
+    """Boundaries that are transposed, and every second column of something."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x).repeat_interleave(2, -1)[..., ::2].transpose(0, 1).contiguous().transpose(0, 1)
+        return self.head(x.mean(1))
+
+
+def rows(model, *counts):
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(n, 5, 6, generator=generator).double() for n in counts]
+    table = torch.randn(5, 8, generator=generator).double()
+    return [{"x": v, "table": table} for v in x] if model is Table else x
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("block_input", ["teacher", "student"])
+@pytest.mark.parametrize("assignments", [STAGES, SPLIT], ids=["stages", "replicas"])
+@pytest.mark.parametrize("model", [Masked, Table, Folded, Strided])
+def test_many_ranks_train_as_one_does(group, model, assignments, block_input):
+    teacher, student = model(16, 0).double(), model(4, 1).double()
+    alone = copy.deepcopy(student)
+    recipe = autobd.Recipe(lr=1e-2, block_input=block_input, logits=False, optimizer=torch.optim.SGD)
+    options = {"recipe": recipe, "epochs": 2, "blocks": 4}
+    batches = rows(model, 6, 5, 1)
+    one = autobd.distill(teacher, alone, batches, devices=["cpu"], threads=1, progress=False, **options)
+    plan = Plan("mine", 6, DEVICES, tuple(assignments))
+    many = group.distill(teacher, student, batches, strategy=plan, **options)
+    assert [len(p.teacher.returns) for p in many.split.pairs] == [len(p.teacher.returns) for p in one.split.pairs]
+    close = {"rtol": 0, "atol": 0} if assignments is STAGES else {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(many.history.losses, one.history.losses, **close)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(student.state_dict()[name], value, **close)
