@@ -162,11 +162,11 @@ def test_losses_that_do_not_add_up_are_refused_where_the_batch_is_split(rows):
     def one_value(student, teacher):
         return (student - teacher).square().mean()
 
-    def train(rank_count):
-        ranks = tuple(range(rank_count))
-        strategy = Plan("ir", rank_count, DEVICES[:2], (Assignment((0, 1, 2), ranks, (1,) * rank_count, "store"),))
+    def train(count):
+        ranks = tuple(range(count))
+        strategy = Plan("ir", count, DEVICES[:count], (Assignment((0, 1, 2), ranks, (1,) * count, "store"),))
         return autobd.distill(
-            tokens(4, 0), tokens(4, 1), some_batches(rows, 8), devices=DEVICES[:2], threads=1, strategy=strategy,
+            tokens(4, 0), tokens(4, 1), some_batches(rows, 8), devices=DEVICES[:count], threads=1, strategy=strategy,
             recipe=autobd.Recipe(loss=one_value), cuts=[("parts.0", "parts.0"), ("parts.1", "parts.1")],
             progress=False, timeout=20,
         )  # fmt: skip
