@@ -26,6 +26,7 @@ from .pickling import culprit, dumps
 from .waiting import Lost, Patience, Waiter
 
 T = TypeVar("T")
+_START = 120.0  # seconds for a process to start and import torch, however short the timeout
 _REPORTS = 6.0  # seconds in which the rank that failed first has left its report
 
 
@@ -138,8 +139,9 @@ class Group:
     @cached_property
     def _control(self) -> Any:
         """The group for jobs and messages, once every rank has joined it."""
+        start = Patience(max(self.timeout, _START), self._alarm)
         try:
-            return self._waiter.submit(lambda: self._groups(ALL, range(self.size))).result(self._patience)
+            return self._waiter.submit(lambda: self._groups(ALL, range(self.size))).result(start)
         except (Lost, TimeoutError) as error:
             raise RankError(
                 "The ranks could not be started.", given=str(error) or None, do="look at their output above"
