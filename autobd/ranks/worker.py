@@ -66,6 +66,8 @@ def main() -> None:
         serve(rank, size, device, settings["timeout"], Groups(rank, store, loopback=True), store)
     except BaseException:
         sys.stderr.flush()
+        if os.getppid() != settings["caller"]:
+            _leave(settings)
         os._exit(1)  # the caller prints the report; other threads may be waiting in C++
     os._exit(0)
 
@@ -94,5 +96,10 @@ def _leave_with_the_caller(source: Any, settings: dict[str, Any]) -> None:
     # A process that the caller has forked, such as a loader's, holds the other end of the input open when it dies.
     while os.getppid() == settings["caller"] and not select.select([source], [], [], _LOOK)[0]:
         pass
+    _leave(settings)
+
+
+def _leave(settings: dict[str, Any]) -> None:
+    """End without a caller, and clear up what it would have cleared up."""
     shutil.rmtree(Path(settings["store"]).parent, ignore_errors=True)
     os._exit(2)
