@@ -52,11 +52,14 @@ class Peers:
     def join(self, ranks: Sequence[int]) -> Callable[[Sequence[Tensor]], Pending]:
         """A function that sums tensors over `ranks`, in place. Every one of them must join, and call it, in the same
         order."""
-        group = self._waiter.submit(lambda: self._make_group(" ".join(map(str, ranks)), ranks)).result(self.patience)
+        others = " and ".join(str(r) for r in ranks if r != self.rank)
+        edge = f"rank {self.rank} for rank {others} to "
+        name = " ".join(map(str, ranks))
+        group = self._waiter.submit(lambda: self._make_group(name, ranks), edge + "join").result(self.patience)
 
         def all_reduce(tensors: Sequence[Tensor]) -> Pending:
             works = [group.allreduce([t]) for t in tensors]
-            return self._waiter.submit(lambda: [work.wait() for work in works])
+            return self._waiter.submit(lambda: [work.wait() for work in works], edge + "sum or wait together")
 
         return all_reduce
 

@@ -105,7 +105,8 @@ class Rank:
         self._reducers: dict[int, AllReduce] = {
             n: peers.join(a.ranks) for n, a in enumerate(program.plan.assignments) if a.replicated and number in a.ranks
         }
-        self._gate = peers.join(range(peers.size)) if program.plan.barrier else None
+        busy = [r for r, instructions in enumerate(program.ranks) if instructions]
+        self._gate = peers.join(busy) if program.plan.barrier and number in busy else None
         self.header = Header()
         self.at: int | None = None
 
@@ -301,7 +302,7 @@ class Rank:
         self.sums[block] = GradientSum(self.students[block].parameters, self._reducers[self._assignment[block]])
 
     def barrier(self, assignment: int) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks that have something to do."""
         assert self._gate is not None
         self._gate([torch.zeros(1)]).result(self.peers.patience)
 

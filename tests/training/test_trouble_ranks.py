@@ -25,12 +25,24 @@ SHARED = ("ahd", "dp", "ir")  # the batch is split
 
 
 @pytest.fixture(scope="module")
-def groups():
-    """One open group of each size, for all tests."""
-    opened = {size: ranks.open(Cluster(("cpu",) * size), threads=1) for size in SIZES}
-    yield opened
-    for group in opened.values():
+def opened():
+    found = {}
+    yield found
+    for group in found.values():
         group.close()
+
+
+@pytest.fixture
+def groups(opened, request):
+    """One open group of each size for all tests, until a test fails."""
+    failed = request.session.testsfailed
+    for size in SIZES:
+        if size not in opened:
+            opened[size] = ranks.open(Cluster(("cpu",) * size), threads=1, timeout=20)
+    yield opened
+    if request.session.testsfailed != failed:
+        while opened:
+            opened.popitem()[1].close()
 
 
 @pytest.fixture(params=SIZES)
@@ -127,7 +139,7 @@ class Plus(nn.Module):
 def test_35_inputs_and_targets_are_of_the_same_batch(group, strategy):
     teacher, student = (nn.Sequential(*(Plus() for _ in range(4))) for _ in range(2))
     batches = [(torch.full((4, 4), float(k)), torch.tensor([k] * 4)) for k in range(12)]
-    recipe = autobd.Recipe(loss=autobd.MSE(normalised=False), logits=False)
+    recipe = autobd.Recipe(loss=autobd.MSE(normalised=False), optimizer=torch.optim.SGD, logits=False)
     result = distilled(teacher, student, batches, group, "0123", strategy, recipe=recipe)
     assert result.history.losses == [(0.0,) * 4] * 12
 
