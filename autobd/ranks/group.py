@@ -24,6 +24,7 @@ from .control import RemoteTraceback, Report, posted, receive_bytes, send_bytes
 from .peers import ALL, Groups, Peers
 from .pickling import culprit, dumps
 from .waiting import Lost, Patience, Waiter
+from .worker import torch_settings
 
 T = TypeVar("T")
 _START = 120.0  # seconds for a process to start and import torch, however short the timeout
@@ -94,7 +95,7 @@ class Group:
     ) -> T:
         ranks = list(others)
         for rank in ranks:
-            data = _sendable((self._runs, others.pop(rank)), f"rank {rank} ({what(rank)})")
+            data = _sendable((self._runs, torch_settings(), others.pop(rank)), f"rank {rank} ({what(rank)})")
             self._wait(partial(send_bytes, self._control, rank, data))
         device = torch.device(self.cluster.devices[0])
         make_group = self._groups if self.size > 1 else _alone

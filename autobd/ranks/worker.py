@@ -30,7 +30,8 @@ def serve(rank: int, size: int, device: torch.device, timeout: float, groups: Gr
         control = groups(ALL, range(size))
         while data := _next(control):
             job: Job
-            run, job = loads(data)
+            run, given, job = loads(data)
+            apply(given)
             del data
             peers = Peers(rank, size, device, Patience(timeout), groups, run)
             result = job(peers)
@@ -57,7 +58,6 @@ def main() -> None:
     threading.Thread(target=_leave_with_the_caller, args=(source, settings), daemon=True).start()
     sys.path[:] = settings["path"]
     torch.set_num_threads(settings["threads"])
-    apply(settings["torch"])
     rank, size, device = settings["rank"], settings["size"], torch.device(settings["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def torch_settings() -> dict[str, Any]:
-    """Global settings of torch that numbers depend on."""
+    """Settings of torch, global or of this thread, that numbers depend on."""
     return {
         "dtype": torch.get_default_dtype(),
         "precision": torch.get_float32_matmul_precision(),
@@ -81,6 +81,7 @@ def torch_settings() -> dict[str, Any]:
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
     }
 
 
@@ -90,6 +91,9 @@ def apply(settings: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
     torch.backends.mkldnn.enabled = settings["mkldnn"]
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
+    for device, (enabled, dtype) in settings["autocast"].items():
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def _leave_with_the_caller(source: Any, settings: dict[str, Any]) -> None:
