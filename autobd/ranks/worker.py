@@ -61,6 +61,8 @@ def main() -> None:
     rank, size, device = settings["rank"], settings["size"], torch.device(settings["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if not Path(settings["store"]).parent.exists():  # else torch waits for it, and no other thread runs meanwhile
+        _leave(settings)
     store = dist.FileStore(settings["store"], size)  # type: ignore[attr-defined]
     try:
         serve(rank, size, device, settings["timeout"], Groups(rank, store, loopback=True), store)
