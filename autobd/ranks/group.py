@@ -25,8 +25,10 @@ from .control import RemoteTraceback, Report, posted, receive_bytes, send_bytes
 from .peers import ALL, Groups, Peers
 from .pickling import culprit, dumps
 from .waiting import Lost, Patience, Waiter
+from .worker import torch_settings
 
 T = TypeVar("T")
+_START = 120.0  # seconds for a process to start and import torch, however short the timeout
 _REPORTS = 6.0  # seconds in which the rank that failed first has left its report
 
 
@@ -101,7 +103,7 @@ class Group:
     ) -> T:
         ranks = list(others)
         for rank in ranks:
-            data = _sendable((self._runs, others.pop(rank)), f"rank {rank} ({what(rank)})")
+            data = _sendable((self._runs, torch_settings(), others.pop(rank)), f"rank {rank} ({what(rank)})")
             self._wait(partial(send_bytes, self._control, rank, data))
             del data
         make_group = self._groups if self.size > 1 else _alone
@@ -146,8 +148,9 @@ class Group:
     @cached_property
     def _control(self) -> Any:
         """The group for jobs and messages, once every rank has joined it."""
+        start = Patience(max(self.timeout, _START), self._alarm)
         try:
-            return self._waiter.submit(lambda: self._groups(ALL, range(self.size), "gloo")).result(self._patience)
+            return self._waiter.submit(lambda: self._groups(ALL, range(self.size), "gloo")).result(start)
         except (Lost, TimeoutError) as error:
             raise RankError(
                 "The ranks could not be started.", given=str(error) or None, do="look at their output above"

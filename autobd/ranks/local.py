@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .worker import torch_settings
-
 _MAIN = "from autobd.ranks.worker import main; main()"
 
 
@@ -34,7 +32,6 @@ def start(store: str, devices: Sequence[str], threads: int, timeout: float) -> d
             "threads": threads,
             "timeout": timeout,
             "path": list(sys.path),
-            "torch": torch_settings(),
         }
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(settings))

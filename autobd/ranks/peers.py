@@ -59,12 +59,14 @@ class Peers:
         order."""
         devices = [self._devices[r] for r in ranks]
         backend = "nccl" if _have_nccl(devices) else "gloo"
+        others = " and ".join(str(r) for r in ranks if r != self.rank)
+        edge = f"rank {self.rank} for rank {others} to "
         name = " ".join(map(str, ranks))
-        group = self._waiter.submit(lambda: self._make_group(name, ranks, backend)).result(self.patience)
+        group = self._waiter.submit(lambda: self._make_group(name, ranks, backend), edge + "join").result(self.patience)
 
         def all_reduce(tensors: Sequence[Tensor]) -> Pending:
             works = [group.allreduce([t]) for t in tensors]
-            return self._waiter.submit(lambda: [work.wait() for work in works])
+            return self._waiter.submit(lambda: [work.wait() for work in works], edge + "sum or wait together")
 
         return all_reduce
 

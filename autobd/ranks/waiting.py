@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..errors import RankError
+
 T = TypeVar("T")
 _LOOK = 0.25  # seconds between two looks at whether the other ranks live
 
@@ -43,9 +45,14 @@ class Patience:
 
 
 class Pending:
-    """The result of a function that runs on another thread, so that what blocks in C++ does not block Ctrl-C."""
+    """The result of a function that runs on another thread, so that what blocks in C++ does not block Ctrl-C.
 
-    def __init__(self) -> None:
+    Arguments:
+        for_what: whom it waits for, for the error when that takes too long; None: TimeoutError.
+    """
+
+    def __init__(self, for_what: str | None = None) -> None:
+        self._for_what = for_what
         self._result: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
 
     def run(self, function: Callable[[], Any]) -> None:
@@ -55,8 +62,18 @@ class Pending:
             self._result.put((None, error))
 
     def result(self, patience: Patience) -> Any:
-        """Errors: TimeoutError; Lost, also for what the connection's own code raises; or what the function raised."""
-        value, error = patience.get(self._result)
+        """Errors: RankError or TimeoutError; Lost, also for what the connection's own code raises; or what the function
+        raised."""
+        try:
+            value, error = patience.get(self._result)
+        except TimeoutError:
+            if self._for_what is None:
+                raise
+            raise RankError(
+                f"Waited {patience.timeout:g} s: {self._for_what}.",
+                expected="an answer in time",
+                do="look at what the other ranks do, or pass a longer timeout=",
+            ) from None
         if isinstance(error, RuntimeError):
             raise Lost(str(error)) from error
         if error is not None:
@@ -71,11 +88,11 @@ class Waiter:
         self._todo: queue.Queue[tuple[Pending, Callable[[], Any]] | None] = queue.Queue()
         self._started = False
 
-    def submit(self, function: Callable[[], Any]) -> Pending:
+    def submit(self, function: Callable[[], Any], for_what: str | None = None) -> Pending:
         if not self._started:
             self._started = True
             threading.Thread(target=_run, args=(self._todo,), daemon=True, name="waiter").start()
-        pending = Pending()
+        pending = Pending(for_what)
         self._todo.put((pending, function))
         return pending
 

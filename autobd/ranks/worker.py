@@ -30,7 +30,8 @@ def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, sto
         control = groups(ALL, range(len(devices)), "gloo")
         while data := _next(control):
             job: Job
-            run, job = loads(data)
+            run, given, job = loads(data)
+            apply(given)
             del data
             peers = Peers(rank, devices, Patience(timeout), groups, run)
             result = job(peers)
@@ -57,22 +58,25 @@ def main() -> None:
     threading.Thread(target=_leave_with_the_caller, args=(source, settings), daemon=True).start()
     sys.path[:] = settings["path"]
     torch.set_num_threads(settings["threads"])
-    apply(settings["torch"])
     rank, devices = settings["rank"], settings["devices"]
     device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if not Path(settings["store"]).parent.exists():  # else torch waits for it, and no other thread runs meanwhile
+        _leave(settings)
     store = dist.FileStore(settings["store"], len(devices))  # type: ignore[attr-defined]
     try:
         serve(rank, devices, settings["timeout"], Groups(rank, store, loopback=True), store)
     except BaseException:
         sys.stderr.flush()
+        if os.getppid() != settings["caller"]:
+            _leave(settings)
         os._exit(1)  # the caller prints the report; other threads may be waiting in C++
     os._exit(0)
 
 
 def torch_settings() -> dict[str, Any]:
-    """Global settings of torch that numbers depend on."""
+    """Settings of torch, global or of this thread, that numbers depend on."""
     return {
         "dtype": torch.get_default_dtype(),
         "precision": torch.get_float32_matmul_precision(),
@@ -80,6 +84,7 @@ def torch_settings() -> dict[str, Any]:
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
     }
 
 
@@ -89,11 +94,19 @@ def apply(settings: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
     torch.backends.mkldnn.enabled = settings["mkldnn"]
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
+    for device, (enabled, dtype) in settings["autocast"].items():
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def _leave_with_the_caller(source: Any, settings: dict[str, Any]) -> None:
     # A process that the caller has forked, such as a loader's, holds the other end of the input open when it dies.
     while os.getppid() == settings["caller"] and not select.select([source], [], [], _LOOK)[0]:
         pass
+    _leave(settings)
+
+
+def _leave(settings: dict[str, Any]) -> None:
+    """End without a caller, and clear up what it would have cleared up."""
     shutil.rmtree(Path(settings["store"]).parent, ignore_errors=True)
     os._exit(2)

@@ -145,6 +145,7 @@ class Rank:
 
     def run(self, step: Any, batch: Any) -> None:
         """Run the generated function. Errors: AutobdError as it is; others as RankError that names block and step."""
+        torch.clear_autocast_cache()  # weights as they were cast before the last update
         try:
             step(self, batch)
         except (AutobdError, Lost):

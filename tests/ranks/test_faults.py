@@ -141,12 +141,16 @@ def test_a_killed_rank_is_named_and_the_student_is_as_at_the_last_epoch(number, 
     assert f"Rank {victim} " in str(caught.value)
     assert "killed by SIGKILL" in str(caught.value)
     assert children() == before
-    expected = epochs[loader.step // STEPS]
-    if loader.step < STEPS or strategy in ("tr+dpu", "tr", "ls"):
-        assert_equal_state(student, expected)
-    else:  # gradients of shares are summed in another order
-        for key, value in expected.state_dict().items():
-            torch.testing.assert_close(student.state_dict()[key], value, rtol=0, atol=1e-10)
+    exact = loader.step < STEPS or strategy in ("tr+dpu", "tr", "ls")
+    # all batches of an epoch may have been read without its end being reached
+    done = {loader.step // STEPS, max(loader.step - 1, 0) // STEPS}
+    assert any(same_state(student, epochs[e], 0 if exact or not e else 1e-10) for e in done)
+
+
+def same_state(a, b, close):
+    """Equal, or to within `close` where gradients of shares are summed in another order."""
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.allclose(x, y, rtol=0, atol=close) for x, y in pairs)
 
 
 class Custom(AutobdError):
