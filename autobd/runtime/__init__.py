@@ -2,6 +2,7 @@
 
 from .part import Part, parts_of
 from .randomness import student_seed
-from .rank import Rank, ShareLosses
+from .rank import Rank
+from .student import ShareLosses
 
 __all__ = ["Part", "Rank", "ShareLosses", "parts_of", "student_seed"]

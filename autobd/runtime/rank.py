@@ -3,80 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor
 
 from ..blocks.verify import set_mode
-from ..errors import AutobdError, LossError, NonFiniteError, RankError
-from ..graph import Arguments
-from ..planner.plan import intervals
+from ..errors import AutobdError, LossError, RankError
 from ..program import Op, Program
 from ..ranks import Header, Lost, Peers
-from ..ranks.message import is_dense
-from ..recipe import MSE
-from ..recipe.losses import evaluate, mean_square
+from ..recipe.losses import mean_square
 from .channels import ChannelMaps
+from .exchange import Boundary, Exchange, Inputs, as_sent
 from .form import Form
-from .links import Links
-from .part import Part, StudentPart, tensors_at
+from .part import Part, StudentPart
 from .randomness import keyed, student_seed
 from .reduce import AllReduce, GradientSum
-
-Boundary = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The rows of the input tensors that an assignment reads, by index: the teacher's and the student's. Both None if
-    the batch has too few rows for this share."""
-
-    teacher: Mapping[int, Tensor] | None
-    student: Mapping[int, Tensor] | None
+from .student import ShareLosses, Student
 
 
-@dataclass(frozen=True)
-class ShareLosses:
-    """What one rank knows of a block's losses in a step: the trained loss, the error relative to a student that outputs
-    zeros, and the share of the batch's rows that they are the mean of."""
-
-    loss: float
-    relative: float
-    weight: float
-
-
-class _Student:
-    """A student block in training."""
-
-    def __init__(self, part: StudentPart, like: Tensor) -> None:
-        self.part, self.recipe, self.like = part, part.recipe, like
-        self.tensors = tensors_at(part.module, part.keys)
-        self.stale = tensors_at(part.module, part.stale)
-        self.before = [a.on(like) for a in part.before]
-        self.behind = [a.on(like) for a in part.behind]
-        self.parameters: list[nn.Parameter] = [self.tensors[key] for key in part.trained]
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.normalisers: list[Tensor] | None = None
-        self.output: Boundary | None = None
-        self.learns = True  # whether the output depends on the weights in this step
-        zero = torch.zeros((), device=like.device)
-        self.loss, self.relative, self.norm, self.teacher_norm = zero, zero, zero, zero
-        self.weight = 1.0
-
-    def take(self, part: Part) -> None:
-        """Go on with the block in another form."""
-        assert part.student is not None
-        self.part = part.student
-        self.before = [a.on(self.like) for a in part.student.before]
-        self.behind = [a.on(self.like) for a in part.student.behind]
-
-
-class Rank:
+class Rank(Exchange):
     """State of a rank over a run; the methods are the instructions that generated programs call.
 
     Arguments:
@@ -86,36 +34,23 @@ class Rank:
         peers: the way to the other ranks.
     """
 
-    def __init__(
-        self,
-        number: int,
-        program: Program,
-        parts: Mapping[int, Part],
-        seed: int,
-        peers: Peers,
-    ) -> None:
-        self.number, self.program, self.seed, self.peers = number, program, seed, peers
-        self.device = peers.device
-        self.parts = _on(parts, self.device)
+    def __init__(self, number: int, program: Program, parts: Mapping[int, Part], seed: int, peers: Peers) -> None:
+        super().__init__(number, program, _on(parts, peers.device), peers)
+        self.seed = seed
         students = {b: part.student for b, part in self.parts.items() if part.student is not None}
         like = _like(students)
-        self.students = {b: _Student(s, like) for b, s in students.items()}
+        self.students = {b: Student(s, like) for b, s in students.items()}
         self.maps = ChannelMaps({b: (s.before, s.behind) for b, s in students.items()}, like)
         for block, student in self.students.items():
-            student.parameters += self.maps.of_block(block)
-            student.optimizer = student.recipe.make_optimizer(student.parameters)
-        set_mode([p.teacher for p in self.parts.values()], False)
-        set_mode([s.module for s in students.values()], True)
-        self.links = Links(program, number, peers)
+            student.train_too(self.maps.of_block(block))
+        _set_modes(self.parts)
         self.sums: dict[int, GradientSum] = {}
-        self._assignment = {b: n for n, a in enumerate(program.plan.assignments) for b in a.blocks}
         self._reducers: dict[int, AllReduce] = {
             n: peers.join(a.ranks) for n, a in enumerate(program.plan.assignments) if a.replicated and number in a.ranks
         }
         gated = [r for r, own in enumerate(program.ranks) if any(i.op is Op.BARRIER for i in own)]
         self._gate = peers.join(gated) if number in gated and len(gated) > 1 else None
         self._forms = {0: self.parts}
-        self.header = Header()
         self.at: int | None = None
 
     # ---------------------------------------------------------------- a step
@@ -126,11 +61,9 @@ class Rank:
             self.parts = self._forms[header.sizes]
             for block, student in self.students.items():
                 student.take(self.parts[block])
-        self.header = header
+        super().begin(header)
         for student in self.students.values():
-            if student.optimizer is not None and callable(student.recipe.lr):
-                for group in student.optimizer.param_groups:
-                    group["lr"] = student.recipe.lr_at(header.progress)
+            student.set_rate(header.progress)
 
     def knows(self, sizes: int) -> bool:
         """Whether the rank has blocks for the inputs' sizes of this number."""
@@ -138,10 +71,8 @@ class Rank:
 
     def learn(self, sizes: int, forms: Mapping[int, Form]) -> None:
         """Take blocks for other sizes of inputs."""
-        parts = {block: forms[block].of(part) for block, part in self._forms[0].items()}
-        set_mode([p.teacher for p in parts.values()], False)
-        set_mode([p.student.module for p in parts.values() if p.student is not None], True)
-        self._forms[sizes] = parts
+        self._forms[sizes] = {block: forms[block].of(part) for block, part in self._forms[0].items()}
+        _set_modes(self._forms[sizes])
 
     def run(self, step: Any, batch: Any) -> None:
         """Run the generated function. Errors: AutobdError as it is; others as RankError that names block and step."""
@@ -167,73 +98,10 @@ class Rank:
         found = {}
         for i, (block, student) in enumerate(blocks):
             loss, relative, norm = values[3 * i : 3 * i + 3]
-            if not all(abs(v) < float("inf") for v in (loss, norm)):
-                raise self._not_finite(block, student, loss, norm)
-            found[block] = ShareLosses(loss, relative, student.weight)
+            found[block] = student.share(loss, relative, norm, self._where(block))
         return found
 
     # ---------------------------------------------------------------- instructions
-
-    def scatter(self, assignment: int, edges: tuple[int, ...], batch: tuple[Arguments, Arguments]) -> None:
-        """Send each rank of the assignment its rows of the inputs."""
-        for edge in edges:
-            first, last = self._rows(assignment, self.program.edges[edge].target)
-            header = replace(self.header, first=first, last=last)
-            given = self._taken(assignment, batch, first, last) if first < last else []
-            unique = list({id(t): t for t in given}.values())  # both models mostly read the same tensors
-            places = {id(t): i for i, t in enumerate(unique)}
-            table = torch.tensor([places[id(t)] for t in given], dtype=torch.int64)
-            self.links.send(edge, header, [table, *unique] if given else [])
-
-    def load(self, assignment: int, edges: tuple[int, ...], batch: Any) -> Inputs:
-        """This rank's rows of the inputs, on its device: of the batch, or as another rank sends them."""
-        teacher, student = self.program.inputs[assignment]
-        if edges:
-            header, tensors = self.links.take(edges[0])
-            self.begin(header)
-            if header.first == header.last:
-                return Inputs(None, None)
-            given = [tensors[1 + i].to(self.device) for i in tensors[0].tolist()] if tensors else []
-        else:
-            first, last = self._rows(assignment, self.number)
-            if first == last:
-                return Inputs(None, None)
-            given = [t.to(self.device) for t in self._taken(assignment, batch, first, last)]
-        mine = dict(zip(teacher, given[: len(teacher)], strict=True))
-        return Inputs(mine, dict(zip(student, given[len(teacher) :], strict=True)))
-
-    def receive(self, block: int, edges: tuple[int, ...]) -> Boundary | None:
-        """The teacher's boundary after `block`, of this rank's rows; None if there are none."""
-        messages = [self.links.take(edge) for edge in edges]
-        self.begin(messages[0][0])
-        parts = sorted((m for m in messages if m[0].first < m[0].last), key=lambda m: m[0].first)
-        if not parts:
-            return None
-        tensors = [[t.to(self.device) for t in tensors] for _, tensors in parts]
-        return tuple(tensors[0] if len(tensors) == 1 else (torch.cat(rows) for rows in zip(*tensors, strict=True)))
-
-    receive_student = receive
-
-    def relay(self, block: int, edges: tuple[int, ...], boundary: Boundary | None) -> None:
-        """Send each rank behind its rows of the boundary."""
-        own, _ = self._rows(self._assignment[block], self.number)
-        for index in edges:
-            edge = self.program.edges[index]
-            first, last = self._rows(edge.assignment, edge.target)
-            mine = self._rows(self._assignment[block], self.number)
-            first, last = max(first, mine[0]), min(last, mine[1])
-            header = replace(self.header, first=first, last=max(first, last))
-            rows: list[Tensor] = []
-            if boundary is not None and first < last:
-                folded = self.parts[block].folded
-                whole = (first, last) == mine
-                rows = [
-                    t if whole else t[(first - own) * f : (last - own) * f]
-                    for t, f in zip(boundary, folded, strict=True)
-                ]
-            self.links.send(index, header, rows)
-
-    relay_student = relay
 
     def teacher_forward(self, block: int, inputs: Inputs | None, boundary: Boundary | None) -> Boundary | None:
         """The tensors that cross the cut behind the teacher's block."""
@@ -244,7 +112,7 @@ class Rank:
         with torch.no_grad():
             given = [] if inputs is None or inputs.teacher is None else [inputs.teacher[i] for i in part.inputs]
             output: Boundary = part.teacher(*(boundary or ()), *given)
-            return _as_sent(output)
+            return as_sent(output)
 
     def student_forward(
         self, block: int, inputs: Inputs | None, boundary: Boundary | None, target: Boundary | None
@@ -255,39 +123,25 @@ class Rank:
             boundary: the teacher's, or with `Program.own_input` the student's own.
         """
         self.at = block
-        student, replicas = self.students[block], self.program.plan.assignments[self._assignment[block]].ranks
-        part, recipe = student.part, student.recipe
-        first, last = self._rows(self._assignment[block], self.number)
+        student, replicas = self.students[block], self.program.plan.assignments[self.assignment[block]].ranks
+        part = student.part
+        first, last = self.rows(self.assignment[block], self.number)
         student.weight = (last - first) / max(self.header.batch, 1)
         with torch.no_grad():
             targets = [] if target is None else [student.behind[i](target[i]) for i in part.distilled]
             if student.normalisers is None:
                 student.normalisers = self._normalisers(block, targets)
         if target is None:
-            student.output = None
-            student.loss = student.relative = student.teacher_norm = torch.zeros((), device=self.device)
+            student.nothing()
             return None
         seed = student_seed(self.seed, self.header.step, block, share=replicas.index(self.number))
-        normalisers = [n.to(t.dtype) for n, t in zip(student.normalisers, targets, strict=True)]
         draw = keyed(seed, self.device, part.draws_python) if part.draws else nullcontext()
         with torch.enable_grad(), draw:
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
             student.output = part.module(*self._entering(block, boundary), *given)
             outputs = [self.maps.leave(block, i, student.output[i]) for i in part.distilled]
             student.learns = not part.varies or any(t.requires_grad for t in outputs)
-            where, split = self._where(block), len(replicas) > 1
-            losses = [evaluate(recipe.loss, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
-            normalised = isinstance(recipe.loss, MSE) and recipe.loss.normalised
-            loss = _mean(_over(losses, normalisers) if normalised else losses)
-        student.loss = loss.detach()
-        with torch.no_grad():
-            student.teacher_norm = _mean([torch.linalg.vector_norm(t) for t in targets])
-            if normalised:
-                student.relative = student.loss
-            else:
-                errors = [(s - t).square().mean() for s, t in zip(outputs, targets, strict=True)]
-                student.relative = _mean(_over(errors, normalisers))
-        return loss
+            return student.judge(outputs, targets, self._where(block), len(replicas) > 1)
 
     def student_boundary(self, block: int) -> Boundary | None:
         """The student's own tensors behind the block, detached, for the next block to work on."""
@@ -295,7 +149,7 @@ class Rank:
         if student.output is None:
             return None
         with torch.no_grad():
-            return _as_sent(
+            return as_sent(
                 [
                     self.maps.leave(block, i, t.detach()) if i in student.part.distilled else t.detach()
                     for i, t in enumerate(student.output)
@@ -322,7 +176,7 @@ class Rank:
 
     def all_reduce(self, block: int) -> None:
         """Begin to sum the block's gradients over its replicas."""
-        self.sums[block] = GradientSum(self.students[block].parameters, self._reducers[self._assignment[block]])
+        self.sums[block] = GradientSum(self.students[block].parameters, self._reducers[self.assignment[block]])
 
     def barrier(self, assignment: int) -> None:
         """Wait for all ranks that train."""
@@ -332,17 +186,9 @@ class Rank:
     def update(self, block: int) -> None:
         """Clip, step and forget the gradients of this block alone."""
         self.at = block
-        student = self.students[block]
         if block in self.sums:
             self.sums.pop(block).finish(self.peers)
-        if student.optimizer is None:
-            return
-        gradients = [p.grad for p in student.parameters if p.grad is not None]
-        student.norm = get_total_norm(gradients)
-        if student.recipe.clip is not None:
-            clip_grads_with_norm_(student.parameters, student.recipe.clip, student.norm)
-        student.optimizer.step()
-        student.optimizer.zero_grad(set_to_none=True)
+        self.students[block].step()
 
     # ---------------------------------------------------------------- between epochs
 
@@ -351,7 +197,7 @@ class Rank:
         and channel maps."""
         found: dict[str, Tensor] = {}
         for block, student in self.students.items():
-            if self.program.plan.assignments[self._assignment[block]].ranks[0] == self.number:
+            if self.program.plan.assignments[self.assignment[block]].ranks[0] == self.number:
                 found |= {key: t.detach() for key, t in student.tensors.items()}
                 found |= {name: t.detach() for name, t in self.maps.tensors(block).items()}
         return found
@@ -363,38 +209,11 @@ class Rank:
                 for key, copy in student.stale.items():
                     copy.copy_(values[key])
 
-    @property
-    def stale(self) -> list[str]:
-        """Keys of the weights that this rank has copies of."""
-        return sorted({key for student in self.students.values() for key in student.stale})
-
     # ----------------------------------------------------------------
-
-    def _rows(self, assignment: int, rank: int) -> tuple[int, int]:
-        """First and one-past-last row of the batch that `rank` has in an assignment."""
-        a = self.program.plan.assignments[assignment]
-        return intervals(a.rows, self.header.batch)[a.ranks.index(rank)]
-
-    def _taken(self, assignment: int, batch: tuple[Arguments, Arguments], first: int, last: int) -> list[Tensor]:
-        """The rows of the inputs that an assignment reads, the teacher's before the student's."""
-        sliced: dict[int, Tensor] = {}
-        taken = []
-        whole = first == 0 and last == self.header.batch
-        for arguments, indices, batched in zip(
-            batch, self.program.inputs[assignment], self.program.batched, strict=True
-        ):
-            tensors = arguments.tensors
-            for i in indices:
-                t = tensors[i]
-                if id(t) not in sliced:
-                    own = t[first:last] if i in batched and not whole else t
-                    sliced[id(t)] = own.clone() if t.is_inference() else own
-                taken.append(sliced[id(t)])
-        return taken
 
     def _normalisers(self, block: int, targets: list[Tensor]) -> list[Tensor]:
         """The mean square of each distilled tensor over the first batch, whoever holds its rows."""
-        student, number = self.students[block], self._assignment[block]
+        student, number = self.students[block], self.assignment[block]
         if number not in self._reducers:
             return [mean_square(t) for t in targets]
         sums = torch.zeros(len(student.part.distilled), dtype=torch.float64, device=self.device)
@@ -411,42 +230,19 @@ class Rank:
             boundary = tuple(a(t) for a, t in zip(self.students[block].before, boundary, strict=True))
         return tuple(self.maps.enter(block, i, t) for i, t in enumerate(boundary))
 
-    def _not_finite(self, block: int, student: _Student, loss: float, norm: float) -> NonFiniteError:
-        cause = (
-            "the teacher's boundary"
-            if not torch.isfinite(student.teacher_norm)
-            else "the student"
-            if not abs(loss) < float("inf")
-            else "the student's gradient"
-        )
-        return NonFiniteError(
-            f"{self._where(block)}: not a finite number; it began in {cause}.",
-            given=f"loss {loss}, gradient norm {norm}",
-            expected="finite values",
-            do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN",
-        )
-
     def _where(self, block: int | None) -> str:
         what = "" if block is None else f", block {block} ({self.parts[block].where})"
         return f"Rank {self.number}{what}, step {self.header.step}"
 
 
-def _over(values: Sequence[Tensor], by: Sequence[Tensor]) -> list[Tensor]:
-    return [v / n for v, n in zip(values, by, strict=True)]
-
-
-def _mean(values: Sequence[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.stack(list(values)).mean()
-
-
-def _as_sent(boundary: Sequence[Tensor]) -> Boundary:
-    """As a message has it: where blocks run must not change what the next one computes with."""
-    return tuple(t if is_dense(t) else t.contiguous() for t in boundary)
-
-
 def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bool:
     """Whether a share has no rows in this batch."""
     return boundary is None if block else inputs is None or inputs.teacher is None
+
+
+def _set_modes(parts: Mapping[int, Part]) -> None:
+    set_mode([p.teacher for p in parts.values()], False)
+    set_mode([p.student.module for p in parts.values() if p.student is not None], True)
 
 
 def _like(students: Mapping[int, StudentPart]) -> Tensor:

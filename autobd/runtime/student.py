@@ -1,0 +1,129 @@
+"""A student block in training: its weights, optimizer and normalisers, and what a step leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ..errors import NonFiniteError
+from ..recipe import MSE
+from ..recipe.losses import evaluate
+from .part import Part, StudentPart, tensors_at
+
+
+@dataclass(frozen=True)
+class ShareLosses:
+    """What one rank knows of a block's losses in a step: the trained loss, the error relative to a student that outputs
+    zeros, and the share of the batch's rows that they are the mean of."""
+
+    loss: float
+    relative: float
+    weight: float
+
+
+class Student:
+    """A student block in training.
+
+    Arguments:
+        part: the block; `like`: a tensor whose dtype and device adapters have.
+    """
+
+    def __init__(self, part: StudentPart, like: Tensor) -> None:
+        self.part, self.recipe, self.like = part, part.recipe, like
+        self.tensors = tensors_at(part.module, part.keys)
+        self.stale = tensors_at(part.module, part.stale)
+        self.before = [a.on(like) for a in part.before]
+        self.behind = [a.on(like) for a in part.behind]
+        self.parameters: list[nn.Parameter] = [self.tensors[key] for key in part.trained]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.normalisers: list[Tensor] | None = None
+        self.output: tuple[Tensor, ...] | None = None
+        self.learns = True  # whether the output depends on the weights in this step
+        self.weight = 1.0  # the share of the batch's rows
+        self.nothing()
+
+    def train_too(self, maps: Sequence[nn.Parameter]) -> None:
+        """Train channel maps with the block's own parameters, and make the optimizer."""
+        self.parameters += maps
+        self.optimizer = self.recipe.make_optimizer(self.parameters)
+
+    def take(self, part: Part) -> None:
+        """Go on with the block in another form."""
+        assert part.student is not None
+        self.part = part.student
+        self.before = [a.on(self.like) for a in part.student.before]
+        self.behind = [a.on(self.like) for a in part.student.behind]
+
+    def set_rate(self, progress: float) -> None:
+        """The learning rate at `progress` (0 to 1) through the training."""
+        if self.optimizer is not None and callable(self.recipe.lr):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.recipe.lr_at(progress)
+
+    def nothing(self) -> None:
+        """A step without rows."""
+        self.output = None
+        zero = torch.zeros((), device=self.like.device)
+        self.loss, self.relative, self.norm, self.teacher_norm = zero, zero, zero, zero
+
+    def judge(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool) -> Tensor:
+        """The loss of what the block learns; notes it, and the error relative to a student that outputs zeros.
+
+        Arguments: as `evaluate`.
+        """
+        assert self.normalisers is not None
+        loss_of = self.recipe.loss
+        normalisers = [n.to(t.dtype) for n, t in zip(self.normalisers, targets, strict=True)]
+        losses = [evaluate(loss_of, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
+        normalised = isinstance(loss_of, MSE) and loss_of.normalised
+        loss = _mean(_over(losses, normalisers) if normalised else losses)
+        self.loss = loss.detach()
+        with torch.no_grad():
+            self.teacher_norm = _mean([torch.linalg.vector_norm(t) for t in targets])
+            if normalised:
+                self.relative = self.loss
+            else:
+                errors = [(s - t).square().mean() for s, t in zip(outputs, targets, strict=True)]
+                self.relative = _mean(_over(errors, normalisers))
+        return loss
+
+    def step(self) -> None:
+        """Clip the gradients, step, and forget them."""
+        if self.optimizer is None:
+            return
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.norm = get_total_norm(gradients)
+        if self.recipe.clip is not None:
+            clip_grads_with_norm_(self.parameters, self.recipe.clip, self.norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def share(self, loss: float, relative: float, norm: float, where: str) -> ShareLosses:
+        """The step's values as numbers. Errors: NonFiniteError that tells whether the teacher is the cause."""
+        if all(abs(v) < float("inf") for v in (loss, norm)):
+            return ShareLosses(loss, relative, self.weight)
+        cause = (
+            "the teacher's boundary"
+            if not torch.isfinite(self.teacher_norm)
+            else "the student"
+            if not abs(loss) < float("inf")
+            else "the student's gradient"
+        )
+        raise NonFiniteError(
+            f"{where}: not a finite number; it began in {cause}.",
+            given=f"loss {loss}, gradient norm {norm}",
+            expected="finite values",
+            do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN",
+        )
+
+
+def _over(values: Sequence[Tensor], by: Sequence[Tensor]) -> list[Tensor]:
+    return [v / n for v, n in zip(values, by, strict=True)]
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(list(values)).mean()
