@@ -24,14 +24,14 @@ def send_bytes(group: Any, target: int, data: bytes) -> None:
         group.send([payload], target, _TAG).wait()
 
 
-def receive_bytes(group: Any, source: int) -> bytes:
+def receive_bytes(group: Any, source: int) -> memoryview:
     """Errors: RuntimeError if the peer is gone."""
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], source, _TAG).wait()
     payload = torch.empty(int(size), dtype=torch.uint8)
     if len(payload):
         group.recv([payload], source, _TAG).wait()
-    return payload.numpy().tobytes()
+    return payload.numpy().data
 
 
 class RemoteTraceback(Exception):

@@ -55,7 +55,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(getattr(value, "__dict__", {}).items())
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes | memoryview) -> Any:
     return pickle.loads(data)
 
 

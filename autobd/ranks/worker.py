@@ -43,7 +43,7 @@ def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, sto
         raise
 
 
-def _next(control: Any) -> bytes:
+def _next(control: Any) -> memoryview:
     try:
         return receive_bytes(control, 0)
     except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ..graph.state import Attributes, module_tensors, untouched
 from ..program import Program
 from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
 from ..ranks.pickling import dumps
+from ..ranks.waiting import Waiter
 from ..recipe import Recipe
 from ..runtime import Part, Rank, parts_of
 from ..runtime.channels import Place, between, plain_weights
@@ -30,6 +31,7 @@ from .history import History
 from .jobs import Job, blocks_run, by_name, follow, jobs
 from .sizes import Sizes
 
+_END = object()
 ToPair = Callable[[Any], tuple[Arguments, Arguments]]
 
 
@@ -72,7 +74,7 @@ def train(
         group.run(
             lambda peers: loop.run(own, peers),
             {rank: partial(follow, given.pop(rank)) for rank in list(given)},
-            program.plan.blocks_of,
+            loop.what,
         )
     return loop.history, loop.maps
 
@@ -94,6 +96,7 @@ class _Loop:
         self.split, self.program, self.recipe, self.batches = split, program, recipe, batches
         self.to_pair, self.progress = to_pair, progress
         self.history = History()
+        self.done = 0  # steps
         self.refreshed: list[int] = []
         self.maps: dict[Place, Tensor] = {}
 
@@ -101,43 +104,73 @@ class _Loop:
         rank, step = job.start(peers), self.program.compile(0)
         sizes, self.refreshed = Sizes(self.split), [r for r in job.refreshed if r != 0]
         collector = Collector(rank, len(self.split), self.history)
-        recipe, started, done = self.recipe, time.perf_counter(), 0
+        recipe, started = self.recipe, time.perf_counter()
         total = recipe.steps or (self.batches.length * recipe.epochs if self.batches.length else None)
         epochs = recipe.epochs if recipe.steps is None else recipe.steps
         with tqdm(total=total, desc="distil", unit="step", disable=not self.progress, dynamic_ncols=True) as bar:
             for epoch in range(epochs):
-                for batch in self.batches.epoch(epoch):
+                for batch in self._read(self.batches.epoch(epoch), peers):
                     pair = self.to_pair(batch)
                     check_like(pair, self.split)
                     number, forms = sizes.of(pair)
                     if forms is not None:
                         _announce(rank, number, forms, job)
-                    now = done / total if total else epoch / epochs
-                    rank.begin(Header(STEP, done, pair[0].rows, progress=now, sizes=number))
+                    now = self.done / total if total else epoch / epochs
+                    rank.begin(Header(STEP, self.done, pair[0].rows, progress=now, sizes=number))
                     rank.run(step, pair)
-                    collector.add(done, rank.finish_step())
+                    collector.add(self.done, rank.finish_step())
                     collector.look()
-                    done += 1
+                    self.done += 1
                     self._show(bar)
-                    if done == recipe.steps:
+                    if self.done == recipe.steps:
                         break
-                self._end_epoch(rank, collector, done)
+                self._end_epoch(rank, collector)
                 self.history.seconds = time.perf_counter() - started
                 self._show(bar)
-                if done == recipe.steps:
+                if self.done == recipe.steps:
                     break
-        rank.links.pass_on(STOP, done)
+        rank.links.pass_on(STOP, self.done)
         for sender in rank.links.announce.values():
-            sender.send(Header(STOP, done))
+            sender.send(Header(STOP, self.done))
         rank.links.join()
 
-    def _end_epoch(self, rank: Rank, collector: Collector, steps: int) -> None:
-        rank.links.pass_on(EPOCH, steps)
+    def what(self, rank: int) -> str:
+        """What a rank does, for errors."""
+        return f"{self.program.plan.blocks_of(rank)}; rank 0 is at step {self.done}"
+
+    def _read(self, batches: Iterator[Any], peers: Peers) -> Iterator[Any]:
+        """The batches. Where other ranks wait for them, each is read on another thread, so that a loader that stalls is
+        an error in time, and a rank that dies meanwhile is noticed."""
+        if peers.size == 1:
+            yield from batches
+            return
+
+        def following() -> tuple[Any, BaseException | None]:
+            try:
+                return next(batches, _END), None
+            except BaseException as error:
+                return None, error
+
+        waiter = Waiter()
+        try:
+            while True:
+                what = f"rank 0 for the loader's next batch, step {self.done}"
+                batch, error = waiter.submit(following, what).result(peers.patience)
+                if error is not None:
+                    raise error
+                if batch is _END:
+                    return
+                yield batch
+        finally:
+            waiter.close()
+
+    def _end_epoch(self, rank: Rank, collector: Collector) -> None:
+        rank.links.pass_on(EPOCH, self.done)
         values = collector.weights()
-        self.history.epoch_ends.append(steps)
+        self.history.epoch_ends.append(self.done)
         rank.refresh(values)
         for other in self.refreshed:
-            rank.links.announce[other].send(Header(EPOCH, steps), by_name(values))
+            rank.links.announce[other].send(Header(EPOCH, self.done), by_name(values))
         self.maps = between(self.split, values)
         write_back(values | plain_weights(self.split, values), self.split.student.model)
 
