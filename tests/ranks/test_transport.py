@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autobd import ranks
 from autobd.cluster import Cluster
 from autobd.ranks import EPOCH, STEP, STOP, Header
-from autobd.ranks.message import Packing, is_dense, read
+from autobd.ranks.message import Packing, is_dense, read_header, read_tensors
 
 # ------------------------------------------------------------------ packing
 
@@ -64,7 +64,8 @@ def test_a_message_is_read_as_it_was_packed(header, values, spare):
     buffer = torch.full((packing.size + spare,), 255, dtype=torch.uint8)
     packing.write(buffer)
     assert torch.equal(buffer[packing.size :], torch.full((spare,), 255, dtype=torch.uint8))
-    found, received = read(buffer)
+    (found, apart), received = read_header(buffer), read_tensors(buffer)
+    assert apart is None
     assert found == header
     assert len(received) == len(values)
     for given_tensor, tensor in zip(values, received, strict=True):
@@ -93,7 +94,20 @@ def test_what_torch_computes_later_is_packed_as_its_values(make):
     packing = Packing.of(Header(), [tensor])
     buffer = torch.empty(packing.size, dtype=torch.uint8)
     packing.write(buffer)
-    assert torch.equal(read(buffer)[1][0], tensor)
+    assert torch.equal(read_tensors(buffer)[0], tensor)
+
+
+def test_tensors_that_travel_apart_are_read_from_their_own_buffer():
+    tensors = [torch.randn(3, 4), torch.arange(5), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+    header = Header(step=3, batch=8, first=2, last=5, progress=0.25, sizes=2)
+    packing = Packing.of(header, tensors, outside=True)
+    head, payload = (torch.empty(n, dtype=torch.uint8) for n in (packing.size, packing.payload))
+    packing.write(head)
+    packing.write_payload(payload)
+    assert read_header(head) == (header, packing.payload)
+    for mine, sent in zip(read_tensors(head, payload), tensors, strict=True):
+        assert torch.equal(mine, sent)
+        assert mine.stride() == sent.stride()
 
 
 # ------------------------------------------------------------------ two ranks
