@@ -117,8 +117,20 @@ def _stages(units: list[Unit], ranks: int, rows: int, costs: Sequence[float], re
 def _best_chain(
     ends: list[float], ranks: int, rows: int, most: Callable[[int], range]
 ) -> list[tuple[tuple[int, int], int]]:
-    """Stages as ((first unit, one past the last), ranks), least in (slowest stage, stages, ranks)."""
-    best: dict[tuple[int, int], tuple[float, int, int]] = {(0, 0): (0.0, 0, 0)}
+    """Stages as ((first unit, one past the last), ranks), least in (slowest stage, stages, ranks).
+
+    In two passes: the least slowest stage first, then the fewest stages that are no slower; in one pass a part that is
+    faster than it need be would win over one with fewer stages.
+    """
+    slowest, _ = _chain(ends, ranks, rows, most, None)
+    return _chain(ends, ranks, rows, most, slowest[0])[1]
+
+
+def _chain(
+    ends: list[float], ranks: int, rows: int, most: Callable[[int], range], limit: float | None
+) -> tuple[tuple[float, ...], list[tuple[tuple[int, int], int]]]:
+    """The least slowest stage, or with a `limit` on it the fewest stages and ranks; and the stages."""
+    best: dict[tuple[int, int], tuple[float, ...]] = {(0, 0): (0.0,) if limit is None else (0.0, 0.0)}
     origin: dict[tuple[int, int], tuple[int, int]] = {}
     for j in range(1, len(ends)):
         for n in range(1, ranks + 1):
@@ -126,16 +138,19 @@ def _best_chain(
                 for k in most(n):
                     if (i, n - k) not in best:
                         continue
-                    slowest, stages, used = best[i, n - k]
-                    share = -(-rows // k) / rows * (_REPLICAS if k > 1 else 1)
-                    value = (max(slowest, (ends[j] - ends[i]) * share), stages + 1, used + k)
+                    before = best[i, n - k]
+                    cost = (ends[j] - ends[i]) * (-(-rows // k) / rows * (_REPLICAS if k > 1 else 1))
+                    if limit is not None and cost > limit:
+                        continue
+                    value = (max(before[0], cost),) if limit is None else (before[0] + 1, before[1] + k)
                     if (j, n) not in best or value < best[j, n]:
                         best[j, n], origin[j, n] = value, (i, k)
     j = len(ends) - 1
     n = min((n for n in range(1, ranks + 1) if (j, n) in best), key=lambda n: best[j, n])
+    least = best[j, n]
     chain: list[tuple[tuple[int, int], int]] = []
     while j:
         i, k = origin[j, n]
         chain.insert(0, ((i, j), k))
         j, n = i, n - k
-    return chain
+    return least, chain

@@ -102,7 +102,7 @@ class _Loop:
 
     def run(self, job: Job, peers: Peers) -> None:
         rank, step = job.start(peers), self.program.compile(0)
-        sizes, self.refreshed = Sizes(self.split), [r for r in job.refreshed if r != 0]
+        sizes, self.refreshed = Sizes(self.split, self.program.batched), [r for r in job.refreshed if r != 0]
         collector = Collector(rank, len(self.split), self.history)
         recipe, started = self.recipe, time.perf_counter()
         total = recipe.steps or (self.batches.length * recipe.epochs if self.batches.length else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -16,18 +16,22 @@ _MANY = 32
 
 
 class Sizes:
-    """The sizes of inputs that have come so far; 0 are those that the models were split with."""
+    """The sizes of inputs that have come so far; 0 are those that the models were split with.
 
-    def __init__(self, split: Split) -> None:
-        self._split = split
-        self._numbers = {_sizes((split.teacher.example, split.student.example)): 0}
+    Arguments:
+        batched: see `Program`.
+    """
+
+    def __init__(self, split: Split, batched: Sequence[Collection[int]]) -> None:
+        self._split, self._batched = split, batched
+        self._numbers = {self._key((split.teacher.example, split.student.example)): 0}
 
     def of(self, pair: Sequence[Arguments]) -> tuple[int, Mapping[int, Form] | None]:
         """The number of a batch's sizes and, where they are new, the blocks for them.
 
         Errors: InputError if the models do something else at these sizes (see `resized`).
         """
-        key = _sizes(pair)
+        key = self._key(pair)
         if key in self._numbers:
             return self._numbers[key], None
         forms = forms_of(resized(self._split, pair))
@@ -39,10 +43,9 @@ class Sizes:
             )
         return number, forms
 
-
-def _sizes(pair: Sequence[Arguments]) -> tuple[torch.Size, ...]:
-    return tuple(
-        t.shape[1:] if t.ndim and t.shape[0] == arguments.rows else t.shape
-        for arguments in pair
-        for t in arguments.tensors
-    )
+    def _key(self, pair: Sequence[Arguments]) -> tuple[torch.Size, ...]:
+        return tuple(
+            t.shape[1:] if i in batched else t.shape
+            for arguments, batched in zip(pair, self._batched, strict=True)
+            for i, t in enumerate(arguments.tensors)
+        )

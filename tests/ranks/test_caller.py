@@ -208,6 +208,7 @@ import autobd
 from networks import mlp
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup it is ignored
 KEEP
 
 def digest(model):

@@ -33,7 +33,7 @@ class Counted:
 def calls(monkeypatch):
     counted, make = Counter(), peers.Groups._make
     monkeypatch.setattr(
-        peers.Groups, "_make", lambda self, name, ranks: Counted(make(self, name, ranks), name, counted)
+        peers.Groups, "_make", lambda self, name, *given: Counted(make(self, name, *given), name, counted)
     )
     return counted
 
