@@ -172,7 +172,7 @@ def table(title, heads, jobs, options):
     rows = []
     jobs = [job for job in jobs if not options.names or any(n in job[0] for n in options.names)][: options.limit]
     for name, job in jobs:
-        print(name, end="\r", file=sys.stderr, flush=True)
+        print(name, end="  ", file=sys.stderr, flush=True)
         torch.manual_seed(0)
         try:
             row = job()
@@ -180,7 +180,7 @@ def table(title, heads, jobs, options):
             reason = " ".join(str(error).split()) if isinstance(error, autobd.AutobdError) else repr(error)
             row = ["NO", *["-"] * (len(heads) - 3), reason[:300]]
         rows.append([name, *row])
-        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+        print(*row, sep="  ", file=sys.stderr, flush=True)
         gc.collect()
     good = sum(row[1] == "yes" for row in rows)
     print(f"\n## {title}: {good} of {len(rows)}\n")

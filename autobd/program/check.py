@@ -32,6 +32,14 @@ def check(program: Program) -> None:
         for position, instruction in enumerate(instructions):
             if any(earlier >= position for earlier in instruction.after):
                 raise PlanError(f"Rank {rank}: instruction {position} comes before what it needs.", given=instruction)
+    gates = {r: sum(i.op is Op.BARRIER for i in own) for r, own in enumerate(program.ranks) if own}
+    if len({count for count in gates.values() if count}) > 1:
+        raise PlanError(
+            "The ranks of this plan would wait for each other for ever: they come to different numbers of barriers.",
+            given=", ".join(f"rank {r}: {count}" for r, count in gates.items()),
+            expected='as many assignments on every rank that trains, under "tr"',
+            do='join the assignments of a rank, or use "tr+dpu", which has no barrier',
+        )
     _run(program, 3 + max((e.slots for e in program.edges), default=0))
 
 

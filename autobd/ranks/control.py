@@ -62,7 +62,9 @@ class Report:
     def as_error(self, rank: int, what: str) -> Exception:
         """The error for the caller, with the remote traceback as its cause."""
         error: Exception = (
-            pickle.loads(self.error) if self.error else RankError(f"Rank {rank} ({what}) failed: {self.text}")
+            pickle.loads(self.error)
+            if self.error
+            else RankError(f"Rank {rank} ({what}) failed: {self.text}", do="see its traceback above")
         )
         error.__cause__ = RemoteTraceback(f"rank {rank}:\n{self.trace}")
         return error

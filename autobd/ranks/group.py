@@ -165,7 +165,11 @@ class Group:
         try:
             self._waiter.submit(function).result(self._patience)
         except TimeoutError:
-            raise RankError(f"A rank has not answered for {self.timeout:g} s.") from None
+            raise RankError(
+                f"A rank has not answered for {self.timeout:g} s.",
+                expected="an answer in time",
+                do="look at what the other ranks do, or pass a longer timeout=",
+            ) from None
 
     def _explained(self, error: Exception, what: Callable[[int], str]) -> Exception:
         """The first cause of a failure: a report of another rank, or its death."""
@@ -183,12 +187,15 @@ class Group:
                     f"Rank {rank} ({what(rank)}) {local.cause_of_death(code)}.",
                     given=str(error),
                     expected="a rank that lives to the end",
+                    do="look at its output above and at its host's memory; smaller batches or more ranks need less",
                 )
             if isinstance(error, RankError):
                 return error
             time.sleep(0.05)
         traces = "\n".join(f"rank {r}:\n{report.trace}" for r, report in reports.items())
-        lost = RankError("A rank lost its connection.", given=str(error))
+        lost = RankError(
+            "A rank lost its connection.", given=str(error), do="see the tracebacks above; is its host still there?"
+        )
         lost.__cause__ = RemoteTraceback(traces)
         return lost
 

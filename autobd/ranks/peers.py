@@ -25,8 +25,12 @@ class Peers:
 
     Attributes:
         rank, size: its number, and how many there are.
-        devices: where each rank computes.
         patience: how long a peer may be silent.
+
+    Arguments:
+        devices: where each rank computes.
+        make_group: makes or gives the process group of a name, some ranks and a backend.
+        run: number of the run, the same on all ranks; messages of different runs do not mix.
     """
 
     def __init__(self, rank: int, devices: Sequence[str], patience: Patience, make_group: MakeGroup, run: int) -> None:
@@ -54,9 +58,9 @@ class Peers:
         self._ends.append(receiver)
         return receiver
 
-    def join(self, ranks: Sequence[int]) -> Callable[[Sequence[Tensor]], Pending]:
-        """A function that sums tensors over `ranks`, in place. Every one of them must join, and call it, in the same
-        order."""
+    def reducer(self, ranks: Sequence[int]) -> Callable[[Sequence[Tensor]], Pending]:
+        """A function that sums tensors over `ranks`, in place. Every one of them must make it, and call it, in the
+        same order."""
         devices = [self._devices[r] for r in ranks]
         backend = "nccl" if _have_nccl(devices) else "gloo"
         others = " and ".join(str(r) for r in ranks if r != self.rank)

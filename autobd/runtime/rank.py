@@ -46,10 +46,12 @@ class Rank(Exchange):
         _set_modes(self.parts)
         self.sums: dict[int, GradientSum] = {}
         self._reducers: dict[int, AllReduce] = {
-            n: peers.join(a.ranks) for n, a in enumerate(program.plan.assignments) if a.replicated and number in a.ranks
+            n: peers.reducer(a.ranks)
+            for n, a in enumerate(program.plan.assignments)
+            if a.replicated and number in a.ranks
         }
         gated = [r for r, own in enumerate(program.ranks) if any(i.op is Op.BARRIER for i in own)]
-        self._gate = peers.join(gated) if number in gated and len(gated) > 1 else None
+        self._gate = peers.reducer(gated) if number in gated and len(gated) > 1 else None
         self._forms = {0: self.parts}
         self.at: int | None = None
 

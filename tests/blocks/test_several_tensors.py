@@ -337,4 +337,9 @@ def test_a_student_may_view_what_its_teacher_gives_with_other_strides():
             x = self.mix(x) if self.transposed else self.mix(x.view(len(x) * 16, 8)).view(len(x), 16, 8)
             return self.head(x.mean(1))
 
-    autobd.distill(Tokens(True, 0), Tokens(False, 1), [torch.randn(4, 3, 6, 6)], blocks=2, progress=False)
+    student = Tokens(False, 1)
+    before = copy.deepcopy(student)
+    result = autobd.distill(Tokens(True, 0), student, [torch.randn(4, 3, 6, 6)], blocks=2, progress=False)
+    assert result.verification.exact
+    assert result.history.steps == 1
+    assert all(not torch.equal(a, b) for a, b in zip(before.parameters(), student.parameters(), strict=True))

@@ -336,7 +336,7 @@ def test_after_a_stop_all_threads_end_on_both_sides_and_the_group_runs_further_j
 @pytest.mark.timeout(60)
 def test_sums_over_ranks_come_in_the_order_in_which_they_are_asked_for(group):
     def job(peers):
-        reduce = peers.join([0, 1])
+        reduce = peers.reducer([0, 1])
         tensors = [torch.full((n,), float(peers.rank + n)) for n in (1, 3, 10_000, 2)]
         pending = [reduce([t, t.clone()]) for t in tensors]
         for p in pending:
