@@ -24,6 +24,13 @@ STRATEGIES = ("dp", "ls", "tr", "tr+dpu", "ir", "ahd")
 FULL = 4  # steps until the pipeline is full
 
 
+def vgg():
+    """VGG-16 for small images: one linear layer behind the convolutions."""
+    model = torchvision.models.vgg16_bn()
+    model.avgpool, model.classifier = nn.Identity(), nn.Linear(512, 10)
+    return model
+
+
 def depthwise(model):
     """`model` with every 3x3 convolution but the first as a depthwise and a pointwise one."""
     for parent in list(model.modules()):
@@ -36,8 +43,8 @@ def depthwise(model):
 
 WORKLOADS = {
     "vgg16 -> depthwise, 32 px, batch 64": (
-        lambda: torchvision.models.vgg16_bn(num_classes=10),
-        lambda: depthwise(torchvision.models.vgg16_bn(num_classes=10)),
+        vgg,
+        lambda: depthwise(vgg()),
         (64, 3, 32, 32),
     ),
     "resnet50 -> resnet18, 224 px, batch 16": (
