@@ -20,7 +20,7 @@ from .blocks.pair import check_pair
 from .blocks.ties import Policy
 from .cluster import Cluster
 from .errors import InputError
-from .graph import Arguments
+from .graph import Arguments, called_as
 from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .planner import Plan, plan
@@ -29,7 +29,8 @@ from .ranks import Group
 from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
 from .recipe import Recipe
-from .training import Batches, History, check_like, random_batches, train, write_back
+from .runtime import Trace, statistics_note
+from .training import Batches, History, OwnRows, check_like, random_batches, train, write_back
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Distilled:
     Attributes:
         student: the caller's own object (taken out of a DataParallel wrapper), trained, with its own keys.
         history: losses by step and block.
+        trace: when every rank did what, in the last 64 steps.
         split, verification: the block pairs, and the proof that they are the models.
         plan, program: who did what; `print(result.program)` shows the code that ran.
         notes: what the user should know.
@@ -47,6 +49,7 @@ class Distilled:
 
     student: nn.Module
     history: History
+    trace: Trace
     split: Split
     verification: Verification
     plan: Plan
@@ -74,6 +77,7 @@ def distill(
     batch_size: int | None = None,
     example: Any = None,
     inputs: Sequence[Callable[[Any], Any] | None] | None = None,
+    own_rows: bool = False,
     blocks: int | None = None,
     cuts: Sequence[tuple[str, str]] | None = None,
     adapters: Wanted = "auto",
@@ -105,6 +109,8 @@ def distill(
         batch_size: rows per batch, for a dataset or tensor.
         example: inputs to record the models with, at any batch size; default: the first batch.
         inputs: `(for_teacher, for_student)`, callables from a batch to that model's arguments (None: as it is).
+        own_rows: each rank that reads inputs loads its own rows of a map-style dataset (by the same order; the dataset
+            is sent to it), instead of rank 0 all of them. A dataset that draws random numbers then draws other ones.
         blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
         init: "teacher" starts the student from the teacher's weights where shapes allow.
         seed: of dropout and of the order of a dataset or tensor. The caller's random state is left alone.
@@ -159,7 +165,7 @@ def distill(
                     f"no data was given: {len(data)} random batches, a smoke run only; the student is of no use"
                 )
                 warnings.warn(notes[-1], stacklevel=2)
-            batches = Batches(data, batch_size, seed)
+            batches = OwnRows(data, batch_size, seed, to_pair) if own_rows else Batches(data, batch_size, seed)
             first = tuple(a.on(home) for a in to_pair(batches.first()))
             recorded = first if example is None else tuple(a.on(home) for a in to_pair(example))
             found = as_asked(recorded)
@@ -169,16 +175,17 @@ def distill(
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
             chosen = plan(found, group.cluster, strategy)
-            program = build(chosen, found, own_input=recipe.block_input == "student")
+            notes += filter(None, [statistics_note(found, chosen)])
+            program = build(chosen, found, own_input=recipe.block_input == "student", own_rows=own_rows)
             start = weights_from_teacher(found) if init == "teacher" else {}
             if init == "teacher":
                 notes.append(
                     f'init="teacher" set {len(start)} of the student\'s {len(_tensors(student))} parameters and buffers'
                 )
-            history, maps = train(
+            history, trace, maps = train(
                 found, program, recipe, batches, to_pair, seed, progress, group, verification.teacher_writes, start
             )
-        done = Distilled(student, history, found, verification, chosen, program, tuple(notes))
+        done = Distilled(student, history, trace, found, verification, chosen, program, tuple(notes))
         if isinstance(group, Joined):
             group.share(_Shared.of(done, recorded, maps))
     return replace(done, hybrid=hybrid_student(found, student, maps))
@@ -247,6 +254,7 @@ def _to_pair(
             "inputs= is not a pair.", given=repr(inputs), expected="(for_teacher, for_student), callables or None"
         )
     functions = inputs or (None, None)
+    teacher, student = called_as(teacher), called_as(student)  # no model is sent along with the function
     positional = len(example) if isinstance(example, (tuple, list)) and inputs is None else None
 
     def arguments(batch: Any, model: nn.Module, function: Callable[[Any], Any] | None) -> Arguments:

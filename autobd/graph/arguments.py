@@ -151,6 +151,24 @@ class Arguments:
         return "(" + ", ".join(str(s) for s in shown) + ")"
 
 
+def called_as(model: nn.Module) -> nn.Module:
+    """A module that takes the same arguments as `model` and has nothing else of it."""
+
+    def forward(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    signature = inspect.signature(model.forward)
+    bare = [
+        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
+        for p in signature.parameters.values()
+    ]
+    bare_signature = signature.replace(parameters=bare, return_annotation=signature.empty)
+    vars(forward)["__signature__"] = bare_signature
+    stand_in = nn.Module()
+    stand_in.forward = forward
+    return stand_in
+
+
 def _positional(model: nn.Module) -> list[inspect.Parameter]:
     parameters = inspect.signature(model.forward).parameters.values()
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

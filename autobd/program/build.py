@@ -19,12 +19,13 @@ from .instruction import Edge, Instruction, Op
 from .program import Program
 
 
-def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
+def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = False) -> Program:
     """The program of a plan, checked.
 
     Arguments:
         own_input: give each student block the student's own boundary, detached, instead of the teacher's; it is
             relayed beside the teacher's.
+        own_rows: every rank loads its own rows; rank 0 only tells the others which.
 
     Errors: PlanError for a plan that does not train every block once, or whose ranks would wait for each other.
     """
@@ -40,7 +41,8 @@ def build(plan: Plan, split: Split, own_input: bool = False) -> Program:
                 do='put them in one, or split with ties="first"',
             )
     ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
-    program = Program(plan, tuple(edges), inputs, ranks, own_input, (_batched(split.teacher), _batched(split.student)))
+    batched = _batched(split.teacher), _batched(split.student)
+    program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched)
     check(program)
     return program
 

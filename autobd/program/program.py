@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..planner import Plan
+from ..planner.plan import intervals
 from .code import generate
-from .instruction import Edge, Instruction
+from .instruction import Edge, Instruction, Op
 
 _SERIAL = iter(range(1 << 62))
 
@@ -25,6 +26,7 @@ class Program:
             reads.
         ranks: the instructions of each rank, in an order that respects their `after` edges.
         own_input: student blocks are given the student's own boundary.
+        own_rows: every rank loads the rows that it reads itself; what rank 0 scatters is only which they are.
         batched: indices of the teacher's and of the student's input tensors that have a row for each of the batch.
     """
 
@@ -33,7 +35,17 @@ class Program:
     inputs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     ranks: tuple[tuple[Instruction, ...], ...]
     own_input: bool = False
+    own_rows: bool = False
     batched: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+
+    def span(self, rank: int, batch: int) -> tuple[int, int]:
+        """First and one-past-last of the rows that `rank` loads of a batch, with `own_rows`. Rank 0 loads the first row
+        in any case: by it the others know what rows look like."""
+        loading = {i.assignment for i in self.ranks[rank] if i.op is Op.LOAD}
+        own = [self.plan.assignments[n] for n in sorted(loading)]
+        spans = [intervals(a.rows, batch)[a.ranks.index(rank)] for a in own] + ([(0, 1)] if rank == 0 else [])
+        spans = [(a, b) for a, b in spans if a < b]
+        return (min(a for a, _ in spans), max(b for _, b in spans)) if spans else (0, 0)
 
     def code(self, rank: int) -> str:
         """The Python source of `rank`'s step: the very function that runs."""

@@ -43,7 +43,8 @@ class Group:
 
     def __init__(self, cluster: Cluster, timeout: float, threads: int | None) -> None:
         self.cluster, self.timeout = cluster, timeout
-        self._threads, self._runs, self._broken = threads, 0, False
+        self._threads, self._broken = threads, False
+        self._runs = 0  # so far; each has tags of its own for its messages
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._waiter, self._patience = Waiter(), Patience(timeout, self._alarm)
         if self.size > 1:

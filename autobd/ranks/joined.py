@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from .waiting import Lost, Patience, Waiter
 from .worker import serve
 
 _OPENED = iter(range(1 << 62))
+_last: WeakKeyDictionary[Any, Joined] = WeakKeyDictionary()  # by the default process group
 
 
 def launched() -> int:
@@ -44,11 +46,11 @@ class Joined(Group):
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        self.timeout, self._threads, self._runs, self._broken = timeout, threads, 0, False
+        self.timeout, self._threads, self._broken = timeout, threads, False
         self._processes = {}
         self._waiter, self._patience = Waiter(), Patience(timeout)
         self._store = c10d.PrefixStore(f"autobd {next(_OPENED)}", c10d._get_default_store())
-        self._groups = Groups(self.rank, None, loopback=False)
+        self._groups, self._runs = self._kept()
         self.cluster = Cluster(_names(devices, self.rank, world, self._store))
         self._groups(ALL, range(world), "gloo")
 
@@ -71,6 +73,20 @@ class Joined(Group):
         finally:
             torch.set_num_threads(threads)
 
+    def _kept(self) -> tuple[Groups, int]:
+        """The process groups of the calls before this one, and how many runs they have had; new ones if they are no
+        longer whole on rank 0."""
+        before = _last.get(dist.group.WORLD)
+        number = -1 if before is None else before.number
+        if self.leads:
+            whole = before is not None and not before._broken
+            self._store.set("groups", str(number if whole else number + 1))
+        self.number: int = int(self._store.get("groups"))
+        _last[dist.group.WORLD] = self
+        if before is not None and self.number == before.number:
+            return before._groups, before._runs
+        return Groups(self.rank, None, loopback=False), 0
+
     def share(self, value: Any = None) -> Any:
         """Rank 0's `value` on every rank; ends `serve`."""
         if not self.leads:
@@ -82,7 +98,7 @@ class Joined(Group):
         return value
 
     def close(self) -> None:
-        """Nothing to end: the processes are the launcher's."""
+        """Nothing to end: the processes are the launcher's, and the next call uses their connections again."""
 
 
 def _names(devices: Any, rank: int, world: int, store: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from .message import FILLER, GROW, SMALLEST, STEP, STOP, Header, Packing, read_h
 from .waiting import Lost, Patience
 
 _POSTED = 2
+_REMEMBERED = 64  # messages
 _Arrived = tuple[Tensor, tuple[Tensor, Any] | None]  # the message, and tensors that come apart from it
 
 
@@ -46,6 +48,9 @@ class Place:
 class Sender:
     """The sending end; `send` returns when the message is packed, and waits while `slots` messages are under way.
 
+    Attributes:
+        sent: the last steps and when their messages were on their way (`time.perf_counter`).
+
     Arguments:
         group: torch.distributed process group (gloo); `tag`: the edge's number, equal at both ends.
         lane: the edge's stream, on a GPU.
@@ -56,6 +61,7 @@ class Sender:
     ) -> None:
         self._group, self._place, self._tag, self._patience, self._lane = group, place, tag, patience, lane
         self._capacity, self._step = SMALLEST, 0
+        self.sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self._free: queue.Queue[Tensor | BaseException] = queue.Queue()
         for _ in range(slots):
             self._free.put(_buffer(SMALLEST, lane))
@@ -72,7 +78,9 @@ class Sender:
             self._capacity = packing.size + packing.size // 8
             for kind in (GROW, FILLER):
                 self._put(Packing.of(Header(kind, header.step, batch=self._capacity), []))
-        self._put(packing)
+        began = self._put(packing)
+        if header.kind == STEP:
+            self.sent.append((header.step, began))
         if apart and self._lane is not None:
             self._lane.send(packing)
         if header.kind == STOP:  # one for the receive that is still posted
@@ -87,7 +95,8 @@ class Sender:
         """Let the thread end, when what was sent has arrived or the connection is broken."""
         self._sent.put(None)
 
-    def _put(self, packing: Packing) -> None:
+    def _put(self, packing: Packing) -> float:
+        """Begin to send; returns the time."""
         try:
             buffer = self._patience.get(self._free)
         except TimeoutError:
@@ -99,13 +108,16 @@ class Sender:
             buffer = _buffer(self._capacity, self._lane)
         part = buffer[: packing.size]
         if self._lane is not None and any(t.is_cuda for t, _ in packing.parts) and not packing.outside:
+            began = time.perf_counter()
             self._sent.put((partial(self._when_full, self._lane.stage(packing, buffer), part), buffer))
-            return
+            return began
         packing.write(buffer)
+        began = time.perf_counter()
         try:
             self._sent.put((self._begin(part).wait, buffer))
         except RuntimeError as error:
             raise Lost(f"the connection to rank {self._place.peer}: {error}") from error
+        return began
 
     def _when_full(self, event: Any, part: Tensor) -> None:
         event.synchronize()
@@ -128,6 +140,9 @@ class Sender:
 class Receiver:
     """The receiving end: two receives are posted ahead; a message is valid until the next one is taken.
 
+    Attributes:
+        arrived: the last steps and when their messages were here.
+
     Arguments:
         keep: copy every message when it arrives, so that the sender never waits (for results).
         lane: the edge's stream, on a GPU; tensors are taken there.
@@ -145,6 +160,7 @@ class Receiver:
         self._held: Tensor | None = None
         self._next: tuple[Header, list[Tensor]] | None = None
         self._step = 0
+        self.arrived: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self._thread = threading.Thread(target=self._receive, daemon=True, name=f"receive from {place.peer}")
         self._thread.start()
 
@@ -218,6 +234,8 @@ class Receiver:
                     capacity = max(capacity, header.batch)
                     self._free.put(buffer)
                     continue
+                if header.kind == STEP:
+                    self.arrived.append((header.step, time.perf_counter()))
                 stopping = header.kind == STOP
                 if self._keep:
                     self._arrived.put((buffer.clone(), None))

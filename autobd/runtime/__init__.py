@@ -3,6 +3,19 @@
 from .part import Part, parts_of
 from .randomness import student_seed
 from .rank import Rank
+from .statistics import statistics_note
 from .student import ShareLosses
+from .trace import Event, Message, Trace, joined
 
-__all__ = ["Part", "Rank", "ShareLosses", "parts_of", "student_seed"]
+__all__ = [
+    "Event",
+    "Message",
+    "Part",
+    "Rank",
+    "ShareLosses",
+    "Trace",
+    "joined",
+    "parts_of",
+    "statistics_note",
+    "student_seed",
+]

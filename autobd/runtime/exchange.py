@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..graph import Arguments
 from ..planner.plan import intervals
 from ..program import Program
@@ -59,20 +60,27 @@ class Exchange:
             first, last = self.rows(assignment, self.program.edges[edge].target)
             header = replace(self.header, first=first, last=last)
             given = self._taken(assignment, batch, first, last) if first < last else []
+            if self.program.own_rows:
+                given = self._taken(assignment, batch, 0, 0) if first < last else []  # what rows look like
             unique = list({id(t): t for t in given}.values())  # both models mostly read the same tensors
             places = {id(t): i for i, t in enumerate(unique)}
             table = torch.tensor([places[id(t)] for t in given], dtype=torch.int64)
             self.links.send(edge, header, [table, *unique] if given else [])
 
     def load(self, assignment: int, edges: tuple[int, ...], batch: Any) -> Inputs:
-        """This rank's rows of the inputs, on its device: of the batch, or as another rank sends them."""
+        """This rank's rows of the inputs, on its device: of the batch that it has read, or as another rank sends
+        them."""
         teacher, student = self.program.inputs[assignment]
         if edges:
             header, tensors = self.links.take(edges[0])
             self.begin(header)
             if header.first == header.last:
                 return Inputs(None, None)
-            given = [tensors[1 + i].to(self.device) for i in tensors[0].tolist()] if tensors else []
+            given = [tensors[1 + i] for i in tensors[0].tolist()] if tensors else []
+            if self.program.own_rows:
+                where = f"Rank {self.number}, step {header.step}"
+                given = _alike(self._taken(assignment, batch, header.first, header.last), given, where)
+            given = [t.to(self.device) for t in given]
         else:
             first, last = self.rows(assignment, self.number)
             if first == last:
@@ -115,10 +123,11 @@ class Exchange:
     relay_student = relay
 
     def _taken(self, assignment: int, batch: tuple[Arguments, Arguments], first: int, last: int) -> list[Tensor]:
-        """The rows of the inputs that an assignment reads, the teacher's before the student's."""
+        """Rows of the inputs that an assignment reads, the teacher's before the student's."""
+        read = self.program.span(self.number, self.header.batch) if self.program.own_rows else (0, self.header.batch)
         sliced: dict[int, Tensor] = {}
         taken = []
-        whole = first == 0 and last == self.header.batch
+        whole = (first, last) == read
         for arguments, indices, batched in zip(
             batch, self.program.inputs[assignment], self.program.batched, strict=True
         ):
@@ -126,10 +135,23 @@ class Exchange:
             for i in indices:
                 t = tensors[i]
                 if id(t) not in sliced:
-                    own = t[first:last] if i in batched and not whole else t
+                    own = t[first - read[0] : last - read[0]] if i in batched and not whole else t
                     sliced[id(t)] = own.clone() if t.is_inference() else own
                 taken.append(sliced[id(t)])
         return taken
+
+
+def _alike(own: list[Tensor], sent: list[Tensor], where: str) -> list[Tensor]:
+    """Rows that this rank has read, if they look like those of rank 0, of which it has sent none."""
+    looks = [[(t.dtype, tuple(t.shape[1:])) for t in tensors] for tensors in (own, sent)]
+    if looks[0] != looks[1]:
+        raise InputError(
+            f"{where}: this rank's rows of the batch do not look like those of rank 0.",
+            given=looks[0],
+            expected=looks[1],
+            do="pad all samples to one size, or leave own_rows= out: rank 0 then makes batches for all",
+        )
+    return own
 
 
 def as_sent(boundary: Sequence[Tensor]) -> Boundary:

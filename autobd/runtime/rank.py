@@ -22,6 +22,7 @@ from .part import Part, StudentPart
 from .randomness import keyed, student_seed
 from .reduce import AllReduce, GradientSum
 from .student import ShareLosses, Student
+from .trace import Tape
 
 
 class Rank(Exchange):
@@ -54,6 +55,7 @@ class Rank(Exchange):
         self._gate = peers.reducer(gated) if number in gated and len(gated) > 1 else None
         self._forms = {0: self.parts}
         self.at: int | None = None
+        self._tape = Tape(len(program.ranks[number]), self.device)
 
     # ---------------------------------------------------------------- a step
 
@@ -80,7 +82,7 @@ class Rank(Exchange):
         """Run the generated function. Errors: AutobdError as it is; others as RankError that names block and step."""
         torch.clear_autocast_cache()  # weights as they were cast before the last update
         try:
-            step(self, batch)
+            step(self._tape.timed(self), batch)
         except (AutobdError, Lost):
             raise
         except Exception as error:
@@ -102,6 +104,11 @@ class Rank(Exchange):
             loss, relative, norm = values[3 * i : 3 * i + 3]
             found[block] = student.share(loss, relative, norm, self._where(block))
         return found
+
+    def times(self) -> Tensor:
+        """When the last steps' instructions ran and their messages were sent and came (see `trace.joined`)."""
+        sent = [(e, *seen) for e, sender in self.links.senders.items() for seen in sender.sent]
+        return self._tape.rows(sent, [(e, *seen) for e, end in self.links.receivers.items() for seen in end.arrived])
 
     # ---------------------------------------------------------------- instructions
 

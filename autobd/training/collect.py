@@ -7,7 +7,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from ..ranks import EPOCH
-from ..runtime import Rank, ShareLosses
+from ..runtime import Rank, ShareLosses, Trace, joined
 from .history import History
 from .jobs import named, unpacked
 
@@ -52,3 +52,9 @@ class Collector:
                 self.add(header.step, unpacked(tensors))
             found |= named(receiver.take()[1])
         return found
+
+    def trace(self) -> Trace:
+        """After the last epoch: when all ranks did what."""
+        times = {self._rank.number: self._rank.times()}
+        times |= {rank: receiver.take()[1][0] for rank, receiver in self._rank.links.results.items()}
+        return joined(self._rank.program, times)

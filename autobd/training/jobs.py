@@ -15,6 +15,7 @@ from ..program.build import teacher_blocks
 from ..ranks import EPOCH, STEP, Header, Peers
 from ..ranks.pickling import loads
 from ..runtime import Part, Rank, ShareLosses
+from .own_rows import Reader, RowsOf
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Job:
     Attributes:
         rank: its number; `program`: what all ranks do; `parts`: its block pairs; `seed`: as for `distill`.
         refreshed: ranks that hold copies of weights that another rank trains.
+        reader: how the rank reads its own rows, with `Program.own_rows`.
     """
 
     rank: int
@@ -31,6 +33,7 @@ class Job:
     parts: Mapping[int, Part]
     seed: int
     refreshed: tuple[int, ...]
+    reader: Reader | None = None
 
     def start(self, peers: Peers) -> Rank:
         return Rank(self.rank, self.program, self.parts, self.seed, peers)
@@ -42,7 +45,7 @@ def blocks_run(plan: Plan, rank: int) -> list[int]:
     return sorted({b for a in own for b in (*a.blocks, *teacher_blocks(plan, a))})
 
 
-def jobs(program: Program, parts: Sequence[Part], seed: int) -> dict[int, Job]:
+def jobs(program: Program, parts: Sequence[Part], seed: int, reader: Reader | None = None) -> dict[int, Job]:
     """The job of every rank that has something to do, and of rank 0."""
     plan = program.plan
     found = {}
@@ -51,7 +54,7 @@ def jobs(program: Program, parts: Sequence[Part], seed: int) -> dict[int, Job]:
             continue
         trained = {b for a in plan.assignments if rank in a.ranks for b in a.blocks}
         own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in blocks_run(plan, rank)}
-        found[rank] = Job(rank, program, own, seed, ())
+        found[rank] = Job(rank, program, own, seed, (), reader)
     refreshed = tuple(r for r, job in found.items() if any(p.student and p.student.stale for p in job.parts.values()))
     return {r: replace(job, refreshed=refreshed) for r, job in found.items()}
 
@@ -62,21 +65,27 @@ def follow(job: Job, peers: Peers) -> None:
     links = rank.links
     assert links.report is not None
     assert links.news is not None
+    rows = RowsOf(job.reader, job.program, job.rank) if job.reader else None
+    ended = True
     while True:
         coming = links.next()
         if coming.kind == STEP:
+            if rows and ended:
+                rows.start(loads(bytes(links.news.take()[1][0].numpy())))
+                ended = False
             if not rank.knows(coming.sizes):
                 rank.learn(coming.sizes, loads(bytes(links.news.take()[1][0].numpy())))
-            rank.run(step, None)
+            rank.run(step, rows.of(coming.batch) if rows else None)
             links.report.send(Header(STEP, coming.step), packed(rank.finish_step()))
             continue
         links.pass_on(coming.kind, coming.step)
+        ended = True
         if coming.kind != EPOCH:
             break
         links.report.send(coming, by_name(rank.trained()))
         if job.rank in job.refreshed:
             rank.refresh(named(links.news.take()[1]))
-    links.report.send(coming)
+    links.report.send(coming, [rank.times()])
     links.news.take()
     links.join()
 

@@ -22,13 +22,14 @@ from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
 from ..ranks.pickling import dumps
 from ..ranks.waiting import Waiter
 from ..recipe import Recipe
-from ..runtime import Part, Rank, parts_of
+from ..runtime import Part, Rank, Trace, parts_of
 from ..runtime.channels import Place, between, plain_weights
 from ..runtime.form import Form
 from .collect import Collector
 from .data import Batches
 from .history import History
 from .jobs import Job, blocks_run, by_name, follow, jobs
+from .own_rows import OwnRows
 from .sizes import Sizes
 
 _END = object()
@@ -46,7 +47,7 @@ def train(
     group: Group,
     teacher_writes: Sequence[str] = (),
     start: Mapping[str, Tensor] | None = None,
-) -> tuple[History, dict[Place, Tensor]]:
+) -> tuple[History, Trace, dict[Place, Tensor]]:
     """Train the student of `split` in place, on the ranks of `group`.
 
     The work is done on copies: the user's student changes at the end of each epoch and at no other time, so an error or
@@ -58,12 +59,13 @@ def train(
         teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         start: values that tensors of the student begin with, by key.
 
-    Returns: the losses, and the trained channel maps of adapters.
+    Returns: the losses, when every rank did what, and the trained channel maps of adapters.
 
     Errors: LossError and InputError as they occur, RankError for a rank that failed; they name the block and step.
     """
-    given = jobs(program, _parts(split, recipe, start or {}), seed)
-    loop = _Loop(split, program, recipe, batches, to_pair, progress)
+    reader = batches.reader if isinstance(batches, OwnRows) else None
+    given = jobs(program, _parts(split, recipe, start or {}), seed, reader)
+    loop = Loop(split, program, recipe, batches, to_pair, progress)
     own = given.pop(0)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -76,7 +78,8 @@ def train(
             {rank: partial(follow, given.pop(rank)) for rank in list(given)},
             loop.what,
         )
-    return loop.history, loop.maps
+    assert loop.trace is not None
+    return loop.history, loop.trace, loop.maps
 
 
 def _parts(split: Split, recipe: Recipe, start: Mapping[str, Tensor]) -> list[Part]:
@@ -87,7 +90,7 @@ def _parts(split: Split, recipe: Recipe, start: Mapping[str, Tensor]) -> list[Pa
     return parts_of(split, student, recipe)
 
 
-class _Loop:
+class Loop:
     """What rank 0 does: feed batches to the steps, collect losses, write the student at epoch ends."""
 
     def __init__(
@@ -99,6 +102,7 @@ class _Loop:
         self.done = 0  # steps
         self.refreshed: list[int] = []
         self.maps: dict[Place, Tensor] = {}
+        self.trace: Trace | None = None
 
     def run(self, job: Job, peers: Peers) -> None:
         rank, step = job.start(peers), self.program.compile(0)
@@ -109,14 +113,14 @@ class _Loop:
         epochs = recipe.epochs if recipe.steps is None else recipe.steps
         with tqdm(total=total, desc="distil", unit="step", disable=not self.progress, dynamic_ncols=True) as bar:
             for epoch in range(epochs):
-                for batch in self._read(self.batches.epoch(epoch), peers):
+                for batch, rows in self._read(self._epoch(epoch, rank), peers):
                     pair = self.to_pair(batch)
                     check_like(pair, self.split)
                     number, forms = sizes.of(pair)
                     if forms is not None:
                         _announce(rank, number, forms, job)
                     now = self.done / total if total else epoch / epochs
-                    rank.begin(Header(STEP, self.done, pair[0].rows, progress=now, sizes=number))
+                    rank.begin(Header(STEP, self.done, rows or pair[0].rows, progress=now, sizes=number))
                     rank.run(step, pair)
                     collector.add(self.done, rank.finish_step())
                     collector.look()
@@ -132,11 +136,24 @@ class _Loop:
         rank.links.pass_on(STOP, self.done)
         for sender in rank.links.announce.values():
             sender.send(Header(STOP, self.done))
+        self.trace = collector.trace()
         rank.links.join()
 
     def what(self, rank: int) -> str:
         """What a rank does, for errors."""
         return f"{self.program.plan.blocks_of(rank)}; rank 0 is at step {self.done}"
+
+    def _epoch(self, number: int, rank: Rank) -> Iterator[tuple[Any, int | None]]:
+        """What rank 0 reads of each batch, and the rows of the batch where that is not all of it."""
+        if not isinstance(self.batches, OwnRows):
+            yield from ((batch, None) for batch in self.batches.epoch(number))
+            return
+        order = self.batches.order()
+        for sender in rank.links.announce.values():
+            sender.send(Header(STEP), [_bytes(order)])
+        spans = [self.program.span(0, len(batch)) for batch in order]
+        read = self.batches.reader.read([batch[a:b] for batch, (a, b) in zip(order, spans, strict=True)])
+        yield from zip(read, map(len, order), strict=True)
 
     def _read(self, batches: Iterator[Any], peers: Peers) -> Iterator[Any]:
         """The batches. Where other ranks wait for them, each is read on another thread, so that a loader that stalls is
@@ -185,8 +202,12 @@ def _announce(rank: Rank, number: int, forms: Mapping[int, Form], job: Job) -> N
     """Give every rank its blocks for other sizes of inputs."""
     rank.learn(number, forms)
     for other, sender in rank.links.announce.items():
-        data = bytearray(dumps({b: forms[b] for b in blocks_run(job.program.plan, other)}))
-        sender.send(Header(STEP, sizes=number), [torch.frombuffer(data, dtype=torch.uint8)])
+        own = {b: forms[b] for b in blocks_run(job.program.plan, other)}
+        sender.send(Header(STEP, sizes=number), [_bytes(own)])
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
 
 
 def write_back(values: Mapping[str, Tensor], target: nn.Module) -> None:

@@ -208,7 +208,6 @@ import autobd
 from networks import mlp
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup it is ignored
 KEEP
 
 def digest(model):
@@ -235,11 +234,17 @@ except KeyboardInterrupt:
 """
 
 
+def hears_signals():
+    """Where the tests run in the background or under nohup, these are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def begun(text, tmp_path, epoch=3):
     """A long run that has reached an epoch, with the processes that belong to it."""
     process = subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**environment(), "TMPDIR": str(tmp_path)},
+        env={**environment(), "TMPDIR": str(tmp_path)}, preexec_fn=hears_signals,
     )  # fmt: skip
     assert process.stdout is not None
     lines = []
@@ -312,7 +317,7 @@ def test_ctrl_c_interrupts_and_the_student_is_as_at_the_last_epoch(tmp_path):
 def test_no_orphan_when_the_caller_is_ended_at_the_start(sent, delay, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", LONG.replace("KEEP", "").replace("DATA", "Loader()")], stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env={**environment(), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL, env={**environment(), "TMPDIR": str(tmp_path)}, preexec_fn=hears_signals,
     )  # fmt: skip
     while not (own := children(process.pid)):
         time.sleep(0.01)

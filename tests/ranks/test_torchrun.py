@@ -22,12 +22,16 @@ rank = int(os.environ.get("RANK", 0))
 teacher, student = net(16, 0), net(5, 1 + rank)  # rank 0's weights are the ones that count
 cuts = [(str(i), str(i)) for i in range(3)]
 found = {}
-for strategy in ("tr+dpu", "dp"):
+files = []
+for strategy in ("tr+dpu", "dp", "tr+dpu", "dp"):
+    student = net(5, 1 + rank)
     result = autobd.distill(teacher, student, batches, strategy=strategy, epochs=2, cuts=cuts, threads=1,
                             timeout=60, progress=False)
     assert result.student is student and len(result.split) == 4 and result.verification.exact
     state = {key: value.clone() for key, value in student.state_dict().items()}
     found[strategy] = {**state, "losses": torch.tensor(result.history.losses, dtype=torch.float64)}
+    files.append(len(os.listdir("/proc/self/fd")))
+assert files[1] == files[3], files  # connections are used again
 try:
     autobd.distill(teacher, student, [], progress=False)
 except autobd.AutobdError as error:  # of rank 0, on every rank

@@ -100,3 +100,19 @@ def test_many_ranks_train_as_one_does(group, model, assignments, block_input):
     torch.testing.assert_close(many.history.losses, one.history.losses, **close)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(student.state_dict()[name], value, **close)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("assignments", [STAGES, SPLIT], ids=["stages", "replicas"])
+def test_statistics_of_one_share_are_told(group, assignments):
+    pair = []
+    for width in (8, 4):
+        blocks = [nn.Sequential(nn.Linear(5, width), norm, nn.Linear(width, 5)) for norm in (
+            nn.BatchNorm1d(width), nn.LayerNorm(width), nn.BatchNorm1d(width), nn.BatchNorm1d(width)
+        )]  # fmt: skip
+        pair.append(nn.Sequential(*blocks))
+    plan = Plan("mine", 6, DEVICES, tuple(assignments))
+    notes = group.distill(*pair, [torch.randn(6, 5)], strategy=plan, blocks=4).notes
+    assert [n.partition(":")[0] for n in notes] == (
+        [] if assignments is STAGES else ["the batch is split over replicas in blocks 0"]
+    )

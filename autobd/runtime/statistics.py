@@ -1,0 +1,32 @@
+"""Running statistics of student blocks whose batch is split: each replica sees its own rows."""
+
+from __future__ import annotations
+
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..blocks import Split
+from ..planner import Plan
+
+
+def statistics_note(split: Split, plan: Plan) -> str | None:
+    """What a user should know where replicas of a student block keep running statistics; None where none do."""
+    model = split.student.model
+    blocks = [
+        b
+        for a in plan.assignments
+        if a.replicated
+        for b in a.blocks
+        if any(
+            isinstance(layer, _NormBase) and layer.track_running_stats
+            for layer in (
+                model.get_submodule(str(n.target)) for n in split.pairs[b].student.graph.nodes if n.op == "call_module"
+            )
+        )
+    ]
+    if not blocks:
+        return None
+    named = ", ".join(map(str, blocks))
+    return (
+        f"the batch is split over replicas in blocks {named}: batch norms there use their own share's rows, and the "
+        "running statistics of the first share are kept"
+    )

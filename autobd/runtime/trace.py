@@ -1,0 +1,175 @@
+"""What really ran, and when: the last steps of every rank, by instruction, and the messages between ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program import Instruction, Program
+from ..tables import table
+
+_KEPT = 64  # steps
+_RAN, _SENT, _ARRIVED = range(3)  # kinds of rows
+
+
+@dataclass(frozen=True)
+class Event:
+    """One instruction as it ran.
+
+    Attributes:
+        rank, step: where, and in which step.
+        index: of the instruction in `Program.ranks[rank]`; `instruction`: itself.
+        start, end: seconds since the trace began; on a GPU, of its work there.
+    """
+
+    rank: int
+    step: int
+    index: int
+    instruction: Instruction
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message on its way: `edge` is its index in `Program.edges`; `sent` and `arrived` are seconds as in `Event`."""
+
+    edge: int
+    step: int
+    sent: float
+    arrived: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The last steps of a run (64 at most), on one clock.
+
+    Attributes:
+        program: what ran; `events`: in the order of their starts; `messages`: by edge and step.
+    """
+
+    program: Program
+    events: tuple[Event, ...]
+    messages: tuple[Message, ...]
+
+    @cached_property
+    def finished(self) -> dict[int, float]:
+        """When the last rank was done with each step that is here whole."""
+        ends: dict[int, list[float]] = defaultdict(list)
+        for event in self.events:
+            ends[event.step].append(event.end)
+        whole = sum(map(len, self.program.ranks))
+        return {step: max(found) for step, found in sorted(ends.items()) if len(found) == whole}
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean time from one step's end to the next one's."""
+        ends = list(self.finished.values())
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else float("nan")
+
+    def __str__(self) -> str:
+        ops = list(dict.fromkeys(i.op for own in self.program.ranks for i in own))
+        spent: dict[tuple[int, Any], float] = defaultdict(float)
+        for event in self.events:
+            if event.step in self.finished:
+                spent[event.rank, event.instruction.op] += 1000 * event.seconds / len(self.finished)
+        ranks = [r for r, own in enumerate(self.program.ranks) if own]
+        rows = [[r, *(f"{spent[r, op]:.2f}" if (r, op) in spent else "" for op in ops)] for r in ranks]
+        title = f"{len(self.finished)} steps, {1000 * self.seconds_per_step:.2f} ms a step; ms a step of each rank:"
+        return f"{title}\n{table(['rank', *(op.value.replace('_', ' ') for op in ops)], rows)}"
+
+
+class Tape:
+    """The times of one rank's last steps, by a clock that all ranks share.
+
+    Arguments:
+        instructions: how many a step has; `device`: where they run.
+    """
+
+    def __init__(self, instructions: int, device: torch.device) -> None:
+        self._times: deque[tuple[int, int, Any, Any]] = deque(maxlen=max(1, _KEPT * instructions))
+        self._cuda = device if device.type == "cuda" else None
+        self._offset = time.time() - time.perf_counter()
+        self._origin = self._stamp()
+        self._origin_time = time.perf_counter()
+
+    def timed(self, rank: Any) -> Any:
+        """`rank` for one step: its instructions are timed as the generated function calls them."""
+        return _Timed(rank, self._times, self._stamp)
+
+    def rows(self, sent: Iterable[tuple[int, int, float]], arrived: Iterable[tuple[int, int, float]]) -> Tensor:
+        """All times as numbers, rows of (kind, step, index, start, end), for `joined`.
+
+        Arguments:
+            sent, arrived: (edge, step, time) of this rank's messages.
+        """
+        shift = self._offset
+        rows = [(_RAN, step, i, self._seconds(a), self._seconds(b)) for step, i, a, b in self._times]
+        rows += [(_SENT, step, edge, t + shift, t + shift) for edge, step, t in sent]
+        rows += [(_ARRIVED, step, edge, t + shift, t + shift) for edge, step, t in arrived]
+        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5)
+
+    def _stamp(self) -> Any:
+        if self._cuda is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._cuda))
+        return event
+
+    def _seconds(self, stamp: Any) -> float:
+        if self._cuda is None:
+            return float(stamp) + self._offset
+        stamp.synchronize()
+        return float(self._origin.elapsed_time(stamp)) / 1000 + self._origin_time + self._offset
+
+
+class _Timed:
+    """A rank whose instructions are timed, in the order in which they are called."""
+
+    def __init__(self, rank: Any, times: deque[tuple[int, int, Any, Any]], stamp: Callable[[], Any]) -> None:
+        self._rank, self._times, self._stamp, self._index = rank, times, stamp, 0
+
+    def __getattr__(self, op: str) -> Any:
+        method, index = getattr(self._rank, op), self._index
+        self._index += 1
+
+        def timed(*arguments: Any) -> Any:
+            start = self._stamp()
+            result = method(*arguments)
+            self._times.append((self._rank.header.step, index, start, self._stamp()))
+            return result
+
+        return timed
+
+
+def joined(program: Program, rows: Mapping[int, Tensor]) -> Trace:
+    """The trace of a run from the rows that every rank has noted (see `Tape.rows`)."""
+    found = {rank: own.tolist() for rank, own in rows.items()}
+    begin = min((row[3] for own in found.values() for row in own), default=0.0)
+    events = [
+        Event(rank, int(step), int(i), program.ranks[rank][int(i)], a - begin, b - begin)
+        for rank, own in found.items()
+        for kind, step, i, a, b in own
+        if kind == _RAN
+    ]
+    times = {
+        kind: {(int(edge), int(step)): t - begin for own in found.values() for k, step, edge, t, _ in own if k == kind}
+        for kind in (_SENT, _ARRIVED)
+    }
+    messages = [
+        Message(edge, step, times[_SENT][edge, step], arrived)
+        for (edge, step), arrived in sorted(times[_ARRIVED].items())
+        if (edge, step) in times[_SENT]
+    ]
+    return Trace(program, tuple(sorted(events, key=lambda e: (e.start, e.rank, e.index))), tuple(messages))
