@@ -9,6 +9,7 @@ import statistics
 import time
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 
 import torch
 from tabulate import tabulate
@@ -17,6 +18,7 @@ from torch import nn
 import autobd
 from autobd import ranks
 from autobd.cluster import Cluster
+from autobd.graph import Arguments
 from autobd.planner import plan
 from autobd.program import build
 from autobd.runtime import Rank, parts_of
@@ -77,11 +79,12 @@ def empty_step(group, strategy, steps):
     program = build(plan(split, group.cluster, strategy), split)
     given = jobs(program, parts_of(split, split.student.model, recipe), 0)
     given = {r: EmptyJob(**{f.name: getattr(job, f.name) for f in fields(job)}) for r, job in given.items()}
-    example = split.teacher.example, split.student.example
-    loop = Loop(split, program, recipe, Batches(clock, None, 0), lambda batch: example, False)
+    loop = Loop(
+        split, program, recipe, Batches(clock, None, 0), lambda batch: (Arguments((batch,)), Arguments((batch,))), False
+    )
     own = given.pop(0)
     group.run(lambda peers: loop.run(own, peers), {r: partial(follow, job) for r, job in given.items()}, loop.what)
-    return statistics.median(b - a for a, b in zip(clock.times[20:], clock.times[21:]))
+    return statistics.median(b - a for a, b in pairwise(clock.times[20:]))
 
 
 def first_step(devices):

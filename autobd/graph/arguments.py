@@ -65,7 +65,7 @@ class Arguments:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Every tensor, in a fixed order: positional first, then keywords."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in self._flat[0] if isinstance(leaf, Tensor)]
 
     @property
     def keys(self) -> list[str]:
@@ -76,11 +76,19 @@ class Arguments:
     @cached_property
     def constants(self) -> list[Any]:
         """Every value that is not a tensor, in the same order; a recording holds for these values only."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if not isinstance(leaf, Tensor)]
+        return [leaf for leaf in self._flat[0] if not isinstance(leaf, Tensor)]
 
     def names_equal(self, other: Arguments) -> bool:
         """Whether both have the same structure: as many positional arguments, the same keywords and nested keys."""
-        return pytree.tree_structure((self.args, self.kwargs)) == pytree.tree_structure((other.args, other.kwargs))
+        return self._flat[1] == other._flat[1]
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], Any]:
+        """The leaves, and the structure to compare; a batch comes in every step, and mostly holds tensors alone."""
+        leaves = [*self.args, *self.kwargs.values()]
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            return leaves, (len(self.args), tuple(self.kwargs))
+        return pytree.tree_flatten((self.args, self.kwargs))
 
     @cached_property
     def rows(self) -> int:

@@ -22,6 +22,7 @@ from ..cluster import Cluster
 from ..errors import InputError, RankError
 from . import local
 from .control import RemoteTraceback, Report, posted, receive_bytes, send_bytes
+from .memory import memory_kept
 from .peers import ALL, Groups, Peers
 from .pickling import culprit, dumps
 from .waiting import Lost, Patience, Waiter
@@ -110,7 +111,8 @@ class Group:
         make_group = self._groups if self.size > 1 else _alone
         peers = Peers(0, self.cluster.devices, self._patience, make_group, self._runs)
         try:
-            result = own(peers)
+            with memory_kept(peers.device):
+                result = own(peers)
         finally:
             peers.close()
         for rank in ranks:

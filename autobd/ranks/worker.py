@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .control import Report, post, receive_bytes, send_bytes
+from .memory import memory_kept
 from .peers import ALL, Groups, Peers
 from .pickling import loads
 from .waiting import Lost, Patience
@@ -34,7 +35,8 @@ def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, sto
             apply(given)
             del data
             peers = Peers(rank, devices, Patience(timeout), groups, run)
-            result = job(peers)
+            with memory_kept(peers.device):
+                result = job(peers)
             peers.close()
             del job
             send_bytes(control, 0, pickle.dumps(result))

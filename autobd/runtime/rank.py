@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,13 +97,15 @@ class Rank(Exchange):
         blocks = list(self.students.items())
         if not blocks:
             return {}
-        values = torch.stack(
-            [t.to(self.device, torch.float64) for _, s in blocks for t in (s.loss, s.relative, s.norm)]
-        ).tolist()
+        noted = [t for _, s in blocks for t in (s.loss, s.relative, s.norm)]
+        if self.device.type == "cpu":
+            values = [t.item() for t in noted]
+        else:  # one copy for all
+            values = torch.stack([t.to(self.device, torch.float64) for t in noted]).tolist()
         found = {}
         for i, (block, student) in enumerate(blocks):
             loss, relative, norm = values[3 * i : 3 * i + 3]
-            found[block] = student.share(loss, relative, norm, self._where(block))
+            found[block] = student.share(loss, relative, norm, partial(self._where, block))
         return found
 
     def times(self) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,7 @@ class Student:
         self.output: tuple[Tensor, ...] | None = None
         self.learns = True  # whether the output depends on the weights in this step
         self.weight = 1.0  # the share of the batch's rows
+        self._zero = torch.zeros((), device=like.device)
         self.nothing()
 
     def train_too(self, maps: Sequence[nn.Parameter]) -> None:
@@ -67,8 +69,7 @@ class Student:
     def nothing(self) -> None:
         """A step without rows."""
         self.output = None
-        zero = torch.zeros((), device=self.like.device)
-        self.loss, self.relative, self.norm, self.teacher_norm = zero, zero, zero, zero
+        self.loss = self.relative = self.norm = self.teacher_norm = self._zero
 
     def judge(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool) -> Tensor:
         """The loss of what the block learns; notes it, and the error relative to a student that outputs zeros.
@@ -102,19 +103,19 @@ class Student:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def share(self, loss: float, relative: float, norm: float, where: str) -> ShareLosses:
+    def share(self, loss: float, relative: float, norm: float, where: Callable[[], str]) -> ShareLosses:
         """The step's values as numbers. Errors: NonFiniteError that tells whether the teacher is the cause."""
-        if all(abs(v) < float("inf") for v in (loss, norm)):
+        if math.isfinite(loss) and math.isfinite(norm):
             return ShareLosses(loss, relative, self.weight)
         cause = (
             "the teacher's boundary"
             if not torch.isfinite(self.teacher_norm)
             else "the student"
-            if not abs(loss) < float("inf")
+            if not math.isfinite(loss)
             else "the student's gradient"
         )
         raise NonFiniteError(
-            f"{where}: not a finite number; it began in {cause}.",
+            f"{where()}: not a finite number; it began in {cause}.",
             given=f"loss {loss}, gradient norm {norm}",
             expected="finite values",
             do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN",

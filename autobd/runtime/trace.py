@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
@@ -80,13 +81,16 @@ class Trace:
 
     def __str__(self) -> str:
         ops = list(dict.fromkeys(i.op for own in self.program.ranks for i in own))
-        spent: dict[tuple[int, Any], float] = defaultdict(float)
+        spent: dict[tuple[int, Any], dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for event in self.events:
             if event.step in self.finished:
-                spent[event.rank, event.instruction.op] += 1000 * event.seconds / len(self.finished)
+                spent[event.rank, event.instruction.op][event.step] += 1000 * event.seconds
+        middle = {key: median(steps.values()) for key, steps in spent.items()}
         ranks = [r for r, own in enumerate(self.program.ranks) if own]
-        rows = [[r, *(f"{spent[r, op]:.2f}" if (r, op) in spent else "" for op in ops)] for r in ranks]
-        title = f"{len(self.finished)} steps, {1000 * self.seconds_per_step:.2f} ms a step; ms a step of each rank:"
+        rows = [[r, *(f"{middle[r, op]:.2f}" if (r, op) in middle else "" for op in ops)] for r in ranks]
+        title = (
+            f"{len(self.finished)} steps, {1000 * self.seconds_per_step:.2f} ms a step; median ms a step of each rank:"
+        )
         return f"{title}\n{table(['rank', *(op.value.replace('_', ' ') for op in ops)], rows)}"
 
 

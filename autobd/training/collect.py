@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ..ranks import EPOCH
 from ..runtime import Rank, ShareLosses, Trace, joined
 from .history import History
-from .jobs import named, unpacked
+from .jobs import named, reported
 
 
 class Collector:
@@ -29,29 +30,31 @@ class Collector:
         done = self._history.steps
         while len(self._steps[done]) == 1 + len(self._rank.links.results):
             shares = self._steps.pop(done)
-            totals = []
-            for block in range(self._blocks):
-                own = [s[block] for s in shares if block in s]
-                totals.append([sum(getattr(s, n) * s.weight for s in own) for n in ("loss", "relative")])
-            self._history.add(tuple(t[0] for t in totals), tuple(t[1] for t in totals))
+            blocks = [[s[block] for s in shares if block in s] for block in range(self._blocks)]
+            self._history.add(
+                tuple(sum(s.loss * s.weight for s in own) for own in blocks),
+                tuple(sum(s.relative * s.weight for s in own) for own in blocks),
+            )
             done += 1
 
     def look(self) -> None:
         """Take the reports that are there."""
         for receiver in self._rank.links.results.values():
             while receiver.ready() and receiver.peek().kind != EPOCH:
-                header, tensors = receiver.take()
-                self.add(header.step, unpacked(tensors))
+                self._report(receiver.take()[1])
 
     def weights(self) -> dict[str, Tensor]:
         """At an epoch's end: what training has changed, by key, from all ranks."""
         found = dict(self._rank.trained())
         for receiver in self._rank.links.results.values():
             while receiver.peek().kind != EPOCH:
-                header, tensors = receiver.take()
-                self.add(header.step, unpacked(tensors))
+                self._report(receiver.take()[1])
             found |= named(receiver.take()[1])
         return found
+
+    def _report(self, tensors: Sequence[Tensor]) -> None:
+        for step, losses in reported(tensors).items():
+            self.add(step, losses)
 
     def trace(self) -> Trace:
         """After the last epoch: when all ranks did what."""

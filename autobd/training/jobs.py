@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,10 +13,12 @@ from torch import Tensor
 from ..planner import Plan
 from ..program import Program
 from ..program.build import teacher_blocks
-from ..ranks import EPOCH, STEP, Header, Peers
+from ..ranks import EPOCH, STEP, Header, Peers, Sender
 from ..ranks.pickling import loads
 from ..runtime import Part, Rank, ShareLosses
 from .own_rows import Reader, RowsOf
+
+_REPORT_EVERY = 0.05  # seconds
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def follow(job: Job, peers: Peers) -> None:
     links = rank.links
     assert links.report is not None
     assert links.news is not None
+    report = Report(links.report)
     rows = RowsOf(job.reader, job.program, job.rank) if job.reader else None
     ended = True
     while True:
@@ -76,8 +80,9 @@ def follow(job: Job, peers: Peers) -> None:
             if not rank.knows(coming.sizes):
                 rank.learn(coming.sizes, loads(bytes(links.news.take()[1][0].numpy())))
             rank.run(step, rows.of(coming.batch) if rows else None)
-            links.report.send(Header(STEP, coming.step), packed(rank.finish_step()))
+            report.add(coming.step, rank.finish_step())
             continue
+        report.send()
         links.pass_on(coming.kind, coming.step)
         ended = True
         if coming.kind != EPOCH:
@@ -102,11 +107,28 @@ def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(names, tensors[1:], strict=True))
 
 
-def packed(losses: Mapping[int, ShareLosses]) -> list[Tensor]:
-    """Losses as a message: rows of (block, loss, relative, weight)."""
-    rows = [[block, s.loss, s.relative, s.weight] for block, s in losses.items()]
-    return [torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)]
+class Report:
+    """Losses on their way to rank 0: of several steps at once where these are short."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender, self._rows, self._sent = sender, list[list[float]](), 0.0
+
+    def add(self, step: int, losses: Mapping[int, ShareLosses]) -> None:
+        self._rows += [[step, block, s.loss, s.relative, s.weight] for block, s in losses.items()]
+        if time.monotonic() - self._sent > _REPORT_EVERY:
+            self.send()
+
+    def send(self) -> None:
+        """Send what there is."""
+        if self._rows:
+            step = int(self._rows[-1][0])
+            self._sender.send(Header(STEP, step), [torch.tensor(self._rows, dtype=torch.float64)])
+        self._rows, self._sent = [], time.monotonic()
 
 
-def unpacked(tensors: Sequence[Tensor]) -> dict[int, ShareLosses]:
-    return {int(row[0]): ShareLosses(*row[1:]) for row in tensors[0].tolist()}
+def reported(tensors: Sequence[Tensor]) -> dict[int, dict[int, ShareLosses]]:
+    """What a `Report` has sent: losses by step and block."""
+    found: dict[int, dict[int, ShareLosses]] = {}
+    for step, block, *values in tensors[0].tolist():
+        found.setdefault(int(step), {})[int(block)] = ShareLosses(*values)
+    return found
