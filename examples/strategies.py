@@ -86,13 +86,16 @@ def alone(workload, steps):
 
 
 def predicted(plan, times):
-    """Seconds of a step, with communication and smaller batches for nothing."""
+    """Seconds of a step, with communication and smaller batches for nothing. Where a barrier ends every step, a stage
+    waits in each for the teachers before it."""
     teacher, student = times
-    loads = [0.0] * len(plan.devices)
+    loads, ready = [0.0] * len(plan.devices), 0.0
     for a in plan.assignments:
-        work = sum(teacher[b] for b in teacher_blocks(plan, a)) + sum(student[b] for b in a.blocks)
+        before = sum(teacher[b] for b in teacher_blocks(plan, a))
+        work = before + sum(student[b] for b in a.blocks)
         for rank, rows in zip(a.ranks, a.rows, strict=True):
-            loads[rank] += work * rows / plan.batch_size
+            loads[rank] += work * rows / plan.batch_size + (ready if plan.barrier else 0)
+        ready += before
     return max(loads)
 
 

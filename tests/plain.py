@@ -90,7 +90,8 @@ def plain_loop(teacher, student, stages, batches, lr=1e-3):
 
 def _chosen(x, learned=None):
     tensors = x if isinstance(x, tuple) else (x,)
-    return [t for i, t in enumerate(tensors) if learned is None or i in learned]
+    chosen = [t for i, t in enumerate(tensors) if learned is None or i in learned]
+    return [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in chosen]  # losses in full precision
 
 
 def _optimizer(model, paths, lr):

@@ -171,7 +171,8 @@ def _gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor] | None:
         found = torch.autograd.grad(output.float().sum(), list(parameters.values()), allow_unused=True)
     except RuntimeError:  # an in-place operation of the model's own spoils its backward
         return None
-    return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+    given = {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+    return {n: g.to_dense() if g.is_sparse else g for n, g in given.items()}
 
 
 def _check(whose: str, mode: str, whole: _Outcome, parts: _Outcome) -> Check:

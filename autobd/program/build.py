@@ -185,10 +185,9 @@ class _Builder:
             for b in whole:
                 needs = tuple(backward[tied] for tied in self._with(b))
                 gradients[b] = (self.add(Op.ALL_REDUCE, b, number, *needs),) if a.replicated else needs
-            if not self.plan.barrier:
-                # The all-reduce of a block goes on while the next one computes.
-                ready = [b for b in gradients if b not in updated and (b not in whole or not a.replicated)]
-                self._update(number, ready, gradients, updated)
+            if not self.plan.barrier and not a.replicated:
+                self._update(number, [b for b in gradients if b not in updated], gradients, updated)
+        # Replicas wait for each other once a step: the all-reduce of a block goes on while the next ones compute.
         if self.plan.barrier:
             gate = self.add(Op.BARRIER, None, number, *(i for own in gradients.values() for i in own))
             gradients = dict.fromkeys(gradients, (gate,))

@@ -43,6 +43,11 @@ class KL:
         return t * t * (divergence.flatten(1).mean(1) if divergence.ndim > 1 else divergence)
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """In single precision if it is of half: a loss of bfloat16 values has three digits."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+
+
 def mean_square(teacher: Tensor) -> Tensor:
     """The normaliser of a block: the mean square of its teacher boundary (1 where that is zero)."""
     value = teacher.detach().square().mean()

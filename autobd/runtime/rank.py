@@ -15,7 +15,7 @@ from ..blocks.verify import set_mode
 from ..errors import AutobdError, LossError, RankError
 from ..program import Op, Program
 from ..ranks import Header, Lost, Peers
-from ..recipe.losses import mean_square
+from ..recipe.losses import mean_square, precise
 from .channels import ChannelMaps
 from .exchange import Boundary, Exchange, Inputs, as_sent
 from .form import Form
@@ -140,7 +140,7 @@ class Rank(Exchange):
         first, last = self.rows(self.assignment[block], self.number)
         student.weight = (last - first) / max(self.header.batch, 1)
         with torch.no_grad():
-            targets = [] if target is None else [student.behind[i](target[i]) for i in part.distilled]
+            targets = [] if target is None else [precise(student.behind[i](target[i])) for i in part.distilled]
             if student.normalisers is None:
                 student.normalisers = self._normalisers(block, targets)
         if target is None:
@@ -151,7 +151,7 @@ class Rank(Exchange):
         with torch.enable_grad(), draw:
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
             student.output = part.module(*self._entering(block, boundary), *given)
-            outputs = [self.maps.leave(block, i, student.output[i]) for i in part.distilled]
+            outputs = [precise(self.maps.leave(block, i, student.output[i])) for i in part.distilled]
             student.learns = not part.varies or any(t.requires_grad for t in outputs)
             return student.judge(outputs, targets, self._where(block), len(replicas) > 1)
 

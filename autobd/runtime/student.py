@@ -97,6 +97,13 @@ class Student:
         if self.optimizer is None:
             return
         gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if any(g.is_sparse for g in gradients):  # their norm is that of the values, each index once
+            for p in self.parameters:
+                if p.grad is not None and p.grad.is_sparse:
+                    p.grad = p.grad.coalesce()
+            gradients = [
+                p.grad._values() if p.grad.is_sparse else p.grad for p in self.parameters if p.grad is not None
+            ]
         self.norm = get_total_norm(gradients)
         if self.recipe.clip is not None:
             clip_grads_with_norm_(self.parameters, self.recipe.clip, self.norm)

@@ -116,3 +116,41 @@ def test_statistics_of_one_share_are_told(group, assignments):
     assert [n.partition(":")[0] for n in notes] == (
         [] if assignments is STAGES else ["the batch is split over replicas in blocks 0"]
     )
+
+
+def embedded(width, sparse, dtype=torch.float64):
+    torch.manual_seed(width)
+    layers = [nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(20, 8, sparse=sparse), *layers).to(dtype)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("assignments", [STAGES, SPLIT], ids=["stages", "replicas"])
+def test_sparse_gradients_are_summed_clipped_and_used_as_dense_ones_are(group, assignments, clip):
+    batches = [torch.randint(0, 20, (6, 5)) for _ in range(3)]
+    plan = Plan("mine", 6, DEVICES, tuple(assignments))
+    students, losses = [embedded(4, sparse) for sparse in (False, True)], []
+    for student in students:
+        recipe = autobd.Recipe(lr=0.1, clip=clip, logits=False, optimizer=torch.optim.SGD)
+        cuts = [(str(i), str(i)) for i in range(3)]
+        result = group.distill(embedded(16, False), student, batches, strategy=plan, cuts=cuts, recipe=recipe)
+        losses.append(result.history.losses)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(students[0].state_dict(), students[1].state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.timeout(60)
+def test_an_optimizer_for_sparse_gradients_gets_them(group):
+    batches = [torch.randint(0, 20, (6, 5)) for _ in range(3)]
+    recipe = autobd.Recipe(
+        lr=0.1, logits=False, optimizer={0: torch.optim.SparseAdam, 1: torch.optim.SGD, 2: torch.optim.SGD}
+    )
+    states = []
+    for assignments in (STAGES, SPLIT):
+        student = embedded(4, True)
+        plan = Plan("mine", 6, DEVICES, tuple(assignments))
+        cuts = [(str(i), str(i)) for i in range(3)]
+        group.distill(embedded(16, False), student, batches, strategy=plan, cuts=cuts, recipe=recipe)
+        states.append(student.state_dict())
+    torch.testing.assert_close(*states, rtol=1e-10, atol=1e-10)
