@@ -47,12 +47,14 @@ def depthwise(model):
     return model
 
 
+# Models, inputs, and how many blocks: one for each convolution of VGG-16, else what is found.
 WORKLOADS = {
-    "vgg16 -> depthwise, 32 px, batch 64": (vgg, lambda: depthwise(vgg()), (64, 3, 32, 32)),
+    "vgg16 -> depthwise, 32 px, batch 64": (vgg, lambda: depthwise(vgg()), (64, 3, 32, 32), 13),
     "resnet50 -> resnet18, 224 px, batch 16": (
         torchvision.models.resnet50,
         torchvision.models.resnet18,
         (16, 3, 224, 224),
+        None,
     ),
 }
 
@@ -60,9 +62,11 @@ WORKLOADS = {
 def run(workload, steps, devices, strategy="auto"):
     """The result, and the mean seconds of a step once the pipeline is full, to its end on the last rank."""
     torch.manual_seed(0)
-    teacher, student, size = WORKLOADS[workload]
+    teacher, student, size, blocks = WORKLOADS[workload]
     data = [torch.randn(size)] * steps
-    result = autobd.distill(teacher(), student(), data, devices=devices, strategy=strategy, threads=1, progress=False)
+    result = autobd.distill(
+        teacher(), student(), data, devices=devices, strategy=strategy, blocks=blocks, threads=1, progress=False
+    )
     ends = list(result.trace.finished.values())[FULL:]
     return result, (ends[-1] - ends[0]) / (len(ends) - 1)
 
