@@ -1,10 +1,36 @@
 """Automatic pipelined blockwise distillation of any two PyTorch models."""
 
 from .api import Distilled, distill
+from .bench import Bench, bench
 from .blocks import Split, split
+from .costs import Profile, profile
 from .errors import AutobdError
 from .graph import Captured, capture
+from .planner import Assignment, Plan, plan
+from .program import simulate
 from .recipe import KL, MSE, Recipe
+from .report import Report, inspect
 
 __version__ = "0.1.0"
-__all__ = ["KL", "MSE", "AutobdError", "Captured", "Distilled", "Recipe", "Split", "capture", "distill", "split"]
+__all__ = [
+    "KL",
+    "MSE",
+    "Assignment",
+    "AutobdError",
+    "Bench",
+    "Captured",
+    "Distilled",
+    "Plan",
+    "Profile",
+    "Recipe",
+    "Report",
+    "Split",
+    "bench",
+    "capture",
+    "distill",
+    "inspect",
+    "plan",
+    "profile",
+    "simulate",
+    "split",
+]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,19 @@ from .blocks.initialise import weights_from_teacher
 from .blocks.pair import check_pair
 from .blocks.ties import Policy
 from .cluster import Cluster
+from .costs import Profile, analytic
+from .costs import profile as measured
 from .errors import InputError
 from .graph import Arguments, called_as
 from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .planner import Plan, plan
-from .program import Program, build
+from .program import Program, Trace, build
 from .ranks import Group
 from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
 from .recipe import Recipe
-from .runtime import Trace, statistics_note
+from .runtime import statistics_note
 from .training import Batches, History, OwnRows, check_like, random_batches, train, write_back
 
 
@@ -42,6 +44,7 @@ class Distilled:
         history: losses by step and block.
         trace: when every rank did what, in the last 64 steps.
         split, verification: the block pairs, and the proof that they are the models.
+        profile: what the plan was made by.
         plan, program: who did what; `print(result.program)` shows the code that ran.
         notes: what the user should know.
         hybrid: the student with the adapters that could not be folded into it (see `split`); None if there are none.
@@ -52,6 +55,7 @@ class Distilled:
     trace: Trace
     split: Split
     verification: Verification
+    profile: Profile
     plan: Plan
     program: Program
     notes: tuple[str, ...] = ()
@@ -70,6 +74,7 @@ def distill(
     *,
     devices: str | int | Sequence[str] | Group = "auto",
     strategy: str | Plan = "auto",
+    profile: Profile | Literal["analytic", "measured"] = "analytic",
     threads: int | None = None,
     timeout: float = 300.0,
     recipe: Recipe | None = None,
@@ -103,6 +108,8 @@ def distill(
             them, names such as `["cuda:0", "cuda:1"]` or `["cpu"] * 2`, or a group of ranks that is open
             (`ranks.open`), which may run several times.
         strategy: "auto", a schedule by its name in the Pipe-BD paper, or a `Plan` (see `planner.plan`).
+        profile: what to plan by: operations and bytes ("analytic"), or every block measured on the ranks, in about 20
+            seconds and with the recipe's own losses and optimizers ("measured"), or a profile made before (`profile`).
         threads: of each rank on a CPU; default: the cores, shared evenly.
         timeout: seconds after which a rank that does not answer is an error.
         recipe: loss, optimizer, learning rate and length; `epochs` overrides the same field.
@@ -174,7 +181,8 @@ def distill(
             verification = found.verify()
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
-            chosen = plan(found, group.cluster, strategy)
+            costs = _costs(profile, found, group, first[0].rows, recipe, strategy, progress)
+            chosen = plan(costs, strategy)
             notes += filter(None, [statistics_note(found, chosen)])
             program = build(chosen, found, own_input=recipe.block_input == "student", own_rows=own_rows)
             start = weights_from_teacher(found) if init == "teacher" else {}
@@ -185,10 +193,37 @@ def distill(
             history, trace, maps = train(
                 found, program, recipe, batches, to_pair, seed, progress, group, verification.teacher_writes, start
             )
-        done = Distilled(student, history, trace, found, verification, chosen, program, tuple(notes))
+        done = Distilled(student, history, trace, found, verification, costs, chosen, program, tuple(notes))
         if isinstance(group, Joined):
             group.share(_Shared.of(done, recorded, maps))
     return replace(done, hybrid=hybrid_student(found, student, maps))
+
+
+def _costs(
+    given: Profile | str,
+    found: Split,
+    group: Group,
+    batch: int,
+    recipe: Recipe,
+    strategy: str | Plan,
+    progress: bool,
+) -> Profile:
+    """What to plan by."""
+    if isinstance(given, Profile):
+        if len(given.blocks) != len(found) or given.devices != group.cluster.devices:
+            raise InputError(
+                "The profile is of other blocks or devices.",
+                given=f"{len(given.blocks)} blocks on {given.devices}",
+                expected=f"{len(found)} blocks on {group.cluster.devices}",
+            )
+        return given
+    if given not in ("measured", "analytic"):
+        raise InputError("profile= is no profile.", given=repr(given), expected='a Profile, "measured" or "analytic"')
+    if isinstance(strategy, Plan):
+        return analytic(found, group.cluster, strategy.batch_size)
+    if given == "analytic":
+        return analytic(found, group.cluster, batch)
+    return measured(found, group, batch, recipe, progress=progress)
 
 
 def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None) -> AbstractContextManager[Group]:
@@ -198,7 +233,15 @@ def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None
     processes = launched()
     if processes > 1 and (devices in ("auto", processes) or not isinstance(devices, (str, int))):
         return Joined("auto" if devices == processes else devices, timeout, threads)
-    return open_ranks(Cluster.of(devices, home), timeout, threads)
+    cluster = Cluster.of(devices, home)
+    if not cluster.exists:
+        raise InputError(
+            "These devices can be planned for, not run on.",
+            given=f"devices={devices!r}",
+            expected="devices that are here",
+            do="see autobd inspect --devices",
+        )
+    return open_ranks(cluster, timeout, threads)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: `autobd inspect`, `autobd distill`, `autobd demo`."""
+"""The command line: `autobd inspect`, `autobd distill`, `autobd bench`, `autobd demo`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import __version__
 from .api import distill
-from .blocks import split
+from .bench import bench
+from .blocks import Split, split
 from .blocks.folding import KINDS
+from .cluster import Cluster
+from .costs import profile
 from .errors import AutobdError, InputError
 from .graph import declared_example
-from .planner import STRATEGIES
+from .planner import STRATEGIES, Plan
 from .recipe import Recipe
+from .report import Report, inspect
 from .specs import FORMS, load, load_model, load_pair
+from .training import random_batches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,11 +48,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"autobd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    inspect = commands.add_parser("inspect", help="show how a pair of models is split into blocks")
-    inspect.set_defaults(command=_inspect)
+    shown = commands.add_parser("inspect", help="show how a pair of models is split into blocks")
+    shown.set_defaults(command=_inspect)
     train = commands.add_parser("distill", help="train a student block by block")
     train.set_defaults(command=_distill)
-    for command in (inspect, train):
+    timed = commands.add_parser("bench", help="run every strategy for real, beside what is predicted")
+    timed.set_defaults(command=_bench)
+    for command in (shown, train, timed):
         command.add_argument("teacher", metavar="TEACHER", help=FORMS)
         command.add_argument("student", metavar="STUDENT")
         command.add_argument(
@@ -62,10 +70,21 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--adapters", choices=KINDS, default="auto", help="where channels differ")
         command.add_argument("--resample", action="store_true", help="allow cuts where image sizes differ")
         command.add_argument("--ties", choices=["auto", "first", "together"], default="auto", help="of shared weights")
-    inspect.add_argument("--hybrid", action="store_true", help="allow trainable adapters that cannot be folded")
-    inspect.add_argument("--explain", action="store_true", help="also tell why these cuts")
-    inspect.add_argument("--json", action="store_true", help="print plain values for machines")
-    inspect.add_argument("--verify", action="store_true", help="also prove that the blocks are the models")
+    shown.add_argument("--hybrid", action="store_true", help="allow trainable adapters that cannot be folded")
+    shown.add_argument("--explain", action="store_true", help="also tell why these cuts")
+    shown.add_argument("--json", action="store_true", help="print plain values for machines")
+    shown.add_argument("--verify", action="store_true", help="also prove that the blocks are the models")
+    shown.add_argument(
+        "--devices",
+        help='plan for these: a number, names with commas, or "4xA6000", "2xA100+2xL4", "8xH100/2 nodes"; those '
+        "that are here are measured",
+    )
+    shown.add_argument("--strategy", default="auto", help=", ".join(STRATEGIES) + ", or a file with a plan")
+    shown.add_argument("--memory", type=float, help="GB that each device may hold")
+    shown.add_argument("--html", metavar="FILE", help="write the report as a page")
+    shown.add_argument("--trace", metavar="FILE", help="write the schedule for chrome://tracing and Perfetto")
+    shown.add_argument("--code", type=int, metavar="RANK", help="also print the program of a rank")
+    shown.add_argument("--quiet", action="store_true", help="no progress bar")
     train.add_argument(
         "--data", metavar="SPEC", help="package.module:callable or file.py:callable that returns a loader or dataset"
     )
@@ -82,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--output", metavar="FILE", help="write the student's state_dict here")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    timed.add_argument("--devices", default="auto", help="as for distill")
+    timed.add_argument("--threads", type=int, help="of each rank on a CPU")
+    timed.add_argument("--rounds", type=int, default=3, help="of all strategies in turn")
+    timed.add_argument("--steps", type=int, default=16, help="of each run")
+    timed.add_argument("--quiet", action="store_true", help="no progress bars")
 
     demo = commands.add_parser("demo", help="a newcomer's run: distil a small network on handwritten digits")
     demo.set_defaults(command=_demo)
@@ -109,13 +134,20 @@ def _example(options: argparse.Namespace, model: Any, rows: int) -> Any:
     return declared_example(model, options.batch_size or rows, size)
 
 
-def _inspect(options: argparse.Namespace) -> None:
-    teacher, student = load_pair(options.teacher, options.student, weights=options.verify)
-    example = _example(options, teacher, 8)
+def _given(options: argparse.Namespace, model: Any) -> Any:
+    """Random inputs of the size that is asked for, or that the model declares."""
+    example = _example(options, model, 8)
     if example is None:
         raise InputError(
             f"{options.teacher} does not say what inputs it takes.", expected="--input, for example 3x224x224"
         )
+    return random_batches(model, example, None, 0)[0]
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    here = options.devices is not None and Cluster.of(_devices(options.devices), torch.device("cpu")).exists
+    teacher, student = load_pair(options.teacher, options.student, weights=options.verify or here)
+    example = _given(options, teacher)
     found = split(
         teacher,
         student,
@@ -127,10 +159,29 @@ def _inspect(options: argparse.Namespace) -> None:
     )
     explanation = found.explain() if options.explain else None
     verification = found.verify() if options.verify else None
+    report = None if options.devices is None else _report(found, options)
+    code = report.program.code(options.code) if report and options.code is not None else None
     if options.json:
-        print(json.dumps(found.to_dict() | _present(explanation=explanation, verification=verification), indent=2))
+        values = found.to_dict() if report is None else json.loads(report.to_json())
+        values |= _present(explanation=explanation, verification=verification, code=code)
+        print(json.dumps(values, indent=2))
     else:
-        print("\n\n".join(str(part) for part in (found, explanation, verification) if part is not None))
+        print("\n\n".join(str(part) for part in (found, explanation, verification, report, code) if part is not None))
+
+
+def _report(found: Split, options: argparse.Namespace) -> Report:
+    devices, strategy = _devices(options.devices), options.strategy
+    if strategy not in STRATEGIES and Path(strategy).is_file():
+        strategy = Plan.from_json(Path(strategy).read_text())
+    costs = profile(found, devices, options.batch_size, progress=not (options.quiet or options.json))
+    report = inspect(found, costs, strategy, None if options.memory is None else options.memory * 1e9)
+    if options.code is not None and not 0 <= options.code < len(costs.devices):
+        raise InputError("--code names no rank.", given=options.code, expected=f"0 to {len(costs.devices) - 1}")
+    for path, text in ((options.html, report.html), (options.trace, report.chrome_trace)):
+        if path is not None:
+            Path(path).write_text(text())
+            print(f"written: {path}", file=sys.stderr)
+    return report
 
 
 def _present(**values: Any) -> dict[str, str]:
@@ -144,7 +195,9 @@ def _adapted(options: argparse.Namespace) -> dict[str, Any]:
 def _devices(text: str) -> str | int | list[str]:
     if text == "auto":
         return text
-    return int(text) if text.isdigit() else text.split(",")
+    if "," not in text:
+        return int(text) if text.isdigit() else text
+    return text.split(",")
 
 
 def _distill(options: argparse.Namespace) -> None:
@@ -173,6 +226,25 @@ def _distill(options: argparse.Namespace) -> None:
     if options.output:
         torch.save(result.student.state_dict(), options.output)
         print(f"\nstudent written to {options.output}")
+
+
+def _bench(options: argparse.Namespace) -> None:
+    teacher, student = load_pair(options.teacher, options.student)
+    example = _given(options, teacher)
+    result = bench(
+        teacher,
+        student,
+        example,
+        devices=_devices(options.devices),
+        threads=options.threads,
+        rounds=options.rounds,
+        steps=options.steps,
+        progress=not options.quiet,
+        blocks=options.blocks,
+        cuts=_cuts(options),
+        **_adapted(options),
+    )
+    print(result)
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -28,6 +28,8 @@ def quantity(value: float, unit: str = "") -> str:
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {prefix}{unit}"
+    if unit == "s" and value < 1:
+        return f"{1000 * value:.3g} ms"
     return f"{value:.3g} {unit}".rstrip()
 
 

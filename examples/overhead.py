@@ -18,10 +18,12 @@ from torch import nn
 import autobd
 from autobd import ranks
 from autobd.cluster import Cluster
+from autobd.costs import analytic
 from autobd.graph import Arguments
+from autobd.parts import parts_of
 from autobd.planner import plan
 from autobd.program import build
-from autobd.runtime import Rank, parts_of
+from autobd.runtime import Rank
 from autobd.training import Batches
 from autobd.training.jobs import Job, follow, jobs
 from autobd.training.loop import Loop
@@ -76,7 +78,7 @@ def empty_step(group, strategy, steps):
     """Median seconds of a step with empty blocks."""
     split = autobd.split(network(), network(), BATCH, blocks=4)
     recipe, clock = autobd.Recipe(logits=False), Clock(steps)
-    program = build(plan(split, group.cluster, strategy), split)
+    program = build(plan(analytic(split, group.cluster), strategy), split)
     given = jobs(program, parts_of(split, split.student.model, recipe), 0)
     given = {r: EmptyJob(**{f.name: getattr(job, f.name) for f in fields(job)}) for r, job in given.items()}
     loop = Loop(

@@ -65,8 +65,9 @@ def run(workload, steps, devices, strategy="auto"):
     teacher, student, size, blocks = WORKLOADS[workload]
     data = [torch.randn(size)] * steps
     result = autobd.distill(
-        teacher(), student(), data, devices=devices, strategy=strategy, blocks=blocks, threads=1, progress=False
-    )
+        teacher(), student(), data, devices=devices, strategy=strategy, blocks=blocks, threads=1,
+        progress=False,
+    )  # fmt: skip
     ends = list(result.trace.finished.values())[FULL:]
     return result, (ends[-1] - ends[0]) / (len(ends) - 1)
 

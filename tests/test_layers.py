@@ -8,8 +8,8 @@ import pytest
 import autobd
 
 ORDER = [
-    *("errors", "tables", "cluster", "graph", "blocks", "recipe", "ranks"),
-    *("planner", "program", "runtime", "training", "api"),
+    *("errors", "tables", "hardware", "cluster", "graph", "blocks", "recipe", "ranks", "parts", "costs"),
+    *("planner", "program", "runtime", "training", "report", "api"),
 ]
 PACKAGE = Path(autobd.__file__).parent
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from ..errors import PlanError
-from ..tables import table
+from ..errors import InputError, PlanError
+from ..tables import quantity, table
 
 Source = Literal["relay", "prefix", "store"]
 SOURCES = ("relay", "prefix", "store")
@@ -37,13 +38,38 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a plan should cost.
+
+    Attributes:
+        step: seconds of a step once the pipeline is full; `fill`: from the start until the first one is done.
+        busy: seconds of a step that each rank works.
+        memory: bytes that each rank holds at most.
+    """
+
+    step: float
+    fill: float
+    busy: tuple[float, ...]
+    memory: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A schedule: `strategy` by the paper's name, and who does what, in the order in which a rank does it."""
+    """A schedule.
+
+    Attributes:
+        strategy: by the paper's name; `assignments`: who does what, in the order in which a rank does it.
+        prediction: what it should cost; `bound`: seconds of a step below which no plan can be; `others`: what other
+            strategies should take, the fastest first. All of them unknown for a plan written by hand.
+    """
 
     strategy: str
     batch_size: int
     devices: tuple[str, ...]
     assignments: tuple[Assignment, ...]
+    prediction: Prediction | None = field(default=None, compare=False)
+    bound: float = field(default=0.0, compare=False)
+    others: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     @property
     def barrier(self) -> bool:
@@ -59,6 +85,27 @@ class Plan:
     def blocks_of(self, rank: int) -> str:
         """What a rank trains, as text."""
         return "blocks " + ", ".join(str(b) for a in self.assignments if rank in a.ranks for b in a.blocks)
+
+    def to_json(self) -> str:
+        """The schedule, to be kept or edited, without what it should cost."""
+        assignments = [asdict(a) for a in self.assignments]
+        fields = {"strategy": self.strategy, "batch_size": self.batch_size, "devices": self.devices}
+        return json.dumps({**fields, "assignments": assignments}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Errors: InputError for anything but a plan; whether it can be run is checked when it is used."""
+        try:
+            found = json.loads(text)
+            assignments = tuple(
+                Assignment(tuple(a["blocks"]), tuple(a["ranks"]), tuple(a["rows"]), a["source"])
+                for a in found["assignments"]
+            )
+            return cls(str(found["strategy"]), int(found["batch_size"]), tuple(map(str, found["devices"])), assignments)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                "This is no plan.", given=f"{type(error).__name__}: {error}", expected="the text of Plan.to_json()"
+            ) from None
 
     def before(self, assignment: Assignment) -> Assignment | None:
         """The assignment that passes a boundary on to this one; None if it starts from the data."""
@@ -149,8 +196,13 @@ class Plan:
         text = f"strategy {self.strategy}, batch size {self.batch_size}\n" + table(
             ["blocks", "ranks", "rows", "teacher"], rows
         )
+        lines = [text]
+        if self.prediction is not None:
+            step, gap = self.prediction.step, self.prediction.step / self.bound - 1 if self.bound else 0.0
+            lines.append(f"predicted {quantity(step, 's')} a step, {gap:.1%} above what any plan needs at least")
+            lines += [f"  {name}: {quantity(seconds, 's')}" for name, seconds in self.others]
         idle = ", ".join(map(str, self.idle))
-        return f"{text}\nnote: nothing to do for rank {idle}" if idle else text
+        return "\n".join([*lines, f"note: nothing to do for rank {idle}"] if idle else lines)
 
 
 def intervals(rows: Sequence[int], batch: int) -> list[tuple[int, int]]:

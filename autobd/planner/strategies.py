@@ -1,40 +1,48 @@
-"""The schedules of the Pipe-BD paper as plans, and the default one."""
+"""`plan(profile, strategy)`: the schedules of the Pipe-BD paper as plans, and the best of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from dataclasses import replace
 
-from ..blocks import Split
-from ..cluster import Cluster
-from ..errors import InputError, nearest
+from ..costs import Profile
+from ..errors import InputError, PlanError, nearest
+from ..tables import quantity
 from .plan import Assignment, Plan
+from .predict import predict, stage_bytes
+from .stages import Stages
+from .unequal import UnequalStages, filled
 
 STRATEGIES = ("auto", "dp", "ls", "tr", "tr+dpu", "ir", "ahd")
-_STUDENT_PASSES = 3  # forward, and a backward of twice its cost
-_REPLICAS = 1.1  # what a replicated stage costs beyond its share: smaller shares, all-reduce; until it is measured
+_BY_PREFERENCE = ("tr+dpu", "ahd", "ir", "ls", "dp")  # where "auto" finds two equally fast
 
 Unit = tuple[int, ...]  # consecutive blocks that stay together
 
 
-def plan(split: Split, cluster: Cluster, strategy: str | Plan = "auto") -> Plan:
-    """The plan for `split` on `cluster`, by the blocks' FLOPs.
+def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None = None) -> Plan:
+    """The plan for the devices of `profile`.
 
     Arguments:
         strategy: "dp" (each block in turn, on all ranks, the teacher's prefix repeated), "ls" (blocks packed on ranks,
             prefix repeated), "tr" and "tr+dpu" (stages of consecutive blocks, teacher relaying; without or with
             decoupled parameter update), "ir" (all blocks on every rank, the batch split), "ahd" (stages with
-            replicas: Pipe-BD, sec. IV), "auto" (the same), or a plan of one's own.
+            replicas: Pipe-BD, sec. IV), "auto" (the fastest of these by `predict`, that fits), or a plan of one's own.
+        memory: bytes that each rank may hold; default: what the profile says of its devices.
 
-    Errors: InputError for an unknown strategy or a plan for other devices, PlanError for an impossible plan.
+    Returns: the plan, with what it should cost (`Plan.prediction`), a bound below which no plan can be, and the other
+    strategies' predictions.
+
+    Errors: InputError for an unknown strategy or a plan for other devices, PlanError for an impossible plan, or where
+    nothing fits into memory.
     """
     if isinstance(strategy, Plan):
-        if strategy.devices != cluster.devices:
+        if strategy.devices != profile.devices:
             raise InputError(
-                "The plan is for other devices.", given=strategy.devices, expected=f"{cluster.devices} (see devices=)"
+                "The plan is for other devices.", given=strategy.devices, expected=f"{profile.devices} (see devices=)"
             )
-        strategy.check(len(split))
-        return strategy
+        strategy.check(len(profile.blocks))
+        return _described(strategy, profile, {})
     if strategy not in STRATEGIES:
         raise InputError(
             "No such strategy.",
@@ -42,25 +50,35 @@ def plan(split: Split, cluster: Cluster, strategy: str | Plan = "auto") -> Plan:
             expected=f"one of {', '.join(STRATEGIES)}, or a Plan",
             do=f"perhaps you meant {nearest(str(strategy), STRATEGIES, 1)}",
         )
-    rows, ranks, units = split.student.example.rows, len(cluster.devices), _units(split)
-    teacher = [p.teacher.flops for p in split.pairs]
-    costs = [t + _STUDENT_PASSES * p.student.flops + 1 for t, p in zip(teacher, split.pairs, strict=True)]
-    name = "ahd" if strategy == "auto" else strategy
-    chosen = Plan(
-        "tr+dpu" if name == "ahd" and ranks == 1 else name,
-        rows,
-        cluster.devices,
-        {
-            "dp": lambda: _dp(units, ranks, rows),
-            "ls": lambda: _ls(units, ranks, rows, costs, teacher),
-            "tr": lambda: _stages(units, min(ranks, len(units)), rows, costs, replicas=False),
-            "tr+dpu": lambda: _stages(units, min(ranks, len(units)), rows, costs, replicas=False),
-            "ir": lambda: _ir(units, ranks, rows),
-            "ahd": lambda: _stages(units, ranks, rows, costs, replicas=True),
-        }[name](),
-    )
-    chosen.check(len(split))
-    return chosen
+    limits = [memory if memory is not None else profile.kind(r).memory for r in range(len(profile.devices))]
+    if strategy != "auto":
+        found = _MAKE[strategy](profile, limits)
+        if found is None:
+            raise _too_large(profile, limits)
+        return _described(found, profile, {})
+    found_by = {name: _MAKE[name](profile, limits) for name in _BY_PREFERENCE}
+    fitting = {
+        name: p
+        for name, p in found_by.items()
+        if p and all(held <= most for held, most in zip(predict(p, profile).memory, limits, strict=True))
+    }
+    if not fitting:
+        raise _too_large(profile, limits)
+    others = {name: predict(p, profile).step for name, p in fitting.items()}
+    best = min(fitting, key=lambda name: others[name])
+    return _described(fitting[best], profile, others)
+
+
+def _described(found: Plan, profile: Profile, others: dict[str, float]) -> Plan:
+    bound = min_seconds(profile)
+    rest = tuple(sorted(((n, s) for n, s in others.items() if n != found.strategy), key=lambda pair: pair[1]))
+    return replace(found, prediction=predict(found, profile), bound=bound, others=rest)
+
+
+def min_seconds(profile: Profile) -> float:
+    """Seconds of a step below which no plan can be."""
+    kinds = set(profile.kind_of)
+    return Stages(profile, math.inf).bound() if len(kinds) == 1 else UnequalStages(profile, [math.inf]).bound()
 
 
 def even(rows: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -69,88 +87,99 @@ def even(rows: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, .
     return used, tuple(rows // len(used) + (i < rows % len(used)) for i in range(len(used)))
 
 
-def _units(split: Split) -> list[Unit]:
-    """Blocks that a plan may part: all, but those that train a weight together."""
-    together = [(min(t.blocks), max(t.blocks)) for t in split.ties if t.together]
-    starts = [b for b in range(len(split)) if not any(first < b <= last for first, last in together)]
-    return [tuple(range(a, b)) for a, b in zip(starts, [*starts[1:], len(split)], strict=True)]
+def _made(profile: Profile, strategy: str, assignments: Sequence[Assignment]) -> Plan:
+    made = Plan(strategy, profile.batch_size, profile.devices, tuple(assignments))
+    made.check(len(profile.blocks))
+    return made
 
 
-def _dp(units: list[Unit], ranks: int, rows: int) -> tuple[Assignment, ...]:
-    return tuple(Assignment(unit, *even(rows, range(ranks)), "prefix") for unit in units)
+def _dp(profile: Profile, limits: Sequence[float]) -> Plan:
+    ranks = range(len(profile.devices))
+    return _made(profile, "dp", [Assignment(u, *even(profile.batch_size, ranks), "prefix") for u in profile.units])
 
 
-def _ir(units: list[Unit], ranks: int, rows: int) -> tuple[Assignment, ...]:
-    return (Assignment(tuple(b for unit in units for b in unit), *even(rows, range(ranks)), "store"),)
+def _ir(profile: Profile, limits: Sequence[float]) -> Plan:
+    blocks, ranks = tuple(range(len(profile.blocks))), range(len(profile.devices))
+    return _made(profile, "ir", [Assignment(blocks, *even(profile.batch_size, ranks), "store")])
 
 
-def _ls(
-    units: list[Unit], ranks: int, rows: int, costs: Sequence[float], teacher: Sequence[float]
-) -> tuple[Assignment, ...]:
-    """Longest task first, each to the rank with the least work; a task includes the teacher's prefix."""
-    prefix = [0.0, *accumulate(teacher)]
-    work = {unit: sum(costs[b] for b in unit) + prefix[unit[0]] for unit in units}
-    loads = [0.0] * ranks
+def _ls(profile: Profile, limits: Sequence[float]) -> Plan:
+    """Longest task first, each to the rank that is done with it first; a task includes the teacher's prefix."""
+    rows, costs, ranks = profile.batch_size, profile.blocks, range(len(profile.devices))
+
+    def work(unit: Unit, rank: int) -> float:
+        kind = profile.kind_of[rank]
+        ahead = sum(costs[b].teacher[kind].at(rows) for b in range(unit[-1] + 1))
+        return ahead + sum(costs[b].student[kind].at(rows) + costs[b].update[kind] for b in unit)
+
+    loads = [0.0 for _ in ranks]
     owner: dict[Unit, int] = {}
-    for unit in sorted(units, key=lambda u: (-work[u], u)):
-        owner[unit] = min(range(ranks), key=lambda r: (loads[r], r))
-        loads[owner[unit]] += work[unit]
-    return tuple(Assignment(unit, (owner[unit],), (rows,), "prefix") for unit in units)
+    for unit in sorted(profile.units, key=lambda u: (-max(work(u, r) for r in ranks), u)):
+        owner[unit] = min(ranks, key=lambda r: (loads[r] + work(unit, r), r))
+        loads[owner[unit]] += work(unit, owner[unit])
+    return _made(profile, "ls", [Assignment(u, (owner[u],), (rows,), "prefix") for u in profile.units])
 
 
-def _stages(units: list[Unit], ranks: int, rows: int, costs: Sequence[float], replicas: bool) -> tuple[Assignment, ...]:
-    """Consecutive units as stages on consecutive ranks, so that the slowest stage is as fast as can be: exact, by
-    dynamic programming over (units done, ranks used)."""
-    ends = [0.0, *accumulate(sum(costs[b] for b in unit) for unit in units)]
-    most = (lambda n: range(1, min(n, rows) + 1)) if replicas else (lambda n: range(1, 2))
-    chain = _best_chain(ends, ranks, rows, most)
-    first = 0
-    stages = []
-    for (start, stop), count in chain:
-        own = tuple(range(first, first + count))
-        blocks = tuple(b for unit in units[start:stop] for b in unit)
-        stages.append(Assignment(blocks, *even(rows, own), "relay"))
-        first += count
-    return tuple(stages)
+def _stages(strategy: str, replicas: bool) -> Callable[[Profile, Sequence[float]], Plan | None]:
+    def make(profile: Profile, limits: Sequence[float]) -> Plan | None:
+        units, rows = profile.units, profile.batch_size
+        equal = len(set(profile.kind_of)) == 1 and len(set(limits)) == 1
+        first, assignments = 0, []
+        if equal:
+            chain = Stages(profile, limits[0], replicas).best()
+            if chain is None:
+                return None
+            for (start, stop), count in chain:
+                ranks, shares = even(rows, range(first, first + count))
+                assignments.append(Assignment(_blocks(units[start:stop]), ranks, shares, "relay"))
+                first += count
+        else:
+            groups = UnequalStages(profile, limits, replicas).best()
+            if groups is None:
+                return None
+            for (start, stop), group in groups:
+                blocks = _blocks(units[start:stop])
+                ranks, shares = filled(profile, blocks, group, limits)
+                assignments.append(Assignment(blocks, ranks, shares, "relay"))
+        return _made(profile, strategy, assignments)
+
+    return make
 
 
-def _best_chain(
-    ends: list[float], ranks: int, rows: int, most: Callable[[int], range]
-) -> list[tuple[tuple[int, int], int]]:
-    """Stages as ((first unit, one past the last), ranks), least in (slowest stage, stages, ranks).
-
-    In two passes: the least slowest stage first, then the fewest stages that are no slower; in one pass a part that is
-    faster than it need be would win over one with fewer stages.
-    """
-    slowest, _ = _chain(ends, ranks, rows, most, None)
-    return _chain(ends, ranks, rows, most, slowest[0])[1]
+def _blocks(units: Sequence[Unit]) -> Unit:
+    return tuple(b for unit in units for b in unit)
 
 
-def _chain(
-    ends: list[float], ranks: int, rows: int, most: Callable[[int], range], limit: float | None
-) -> tuple[tuple[float, ...], list[tuple[tuple[int, int], int]]]:
-    """The least slowest stage, or with a `limit` on it the fewest stages and ranks; and the stages."""
-    best: dict[tuple[int, int], tuple[float, ...]] = {(0, 0): (0.0,) if limit is None else (0.0, 0.0)}
-    origin: dict[tuple[int, int], tuple[int, int]] = {}
-    for j in range(1, len(ends)):
-        for n in range(1, ranks + 1):
-            for i in range(j):
-                for k in most(n):
-                    if (i, n - k) not in best:
-                        continue
-                    before = best[i, n - k]
-                    cost = (ends[j] - ends[i]) * (-(-rows // k) / rows * (_REPLICAS if k > 1 else 1))
-                    if limit is not None and cost > limit:
-                        continue
-                    value = (max(before[0], cost),) if limit is None else (before[0] + 1, before[1] + k)
-                    if (j, n) not in best or value < best[j, n]:
-                        best[j, n], origin[j, n] = value, (i, k)
-    j = len(ends) - 1
-    n = min((n for n in range(1, ranks + 1) if (j, n) in best), key=lambda n: best[j, n])
-    least = best[j, n]
-    chain: list[tuple[tuple[int, int], int]] = []
-    while j:
-        i, k = origin[j, n]
-        chain.insert(0, ((i, j), k))
-        j, n = i, n - k
-    return least, chain
+_MAKE: dict[str, Callable[[Profile, Sequence[float]], Plan | None]] = {
+    "dp": _dp,
+    "ls": _ls,
+    "ir": _ir,
+    "tr": _stages("tr", replicas=False),
+    "tr+dpu": _stages("tr+dpu", replicas=False),
+    "ahd": _stages("ahd", replicas=True),
+}
+
+
+def _too_large(profile: Profile, limits: Sequence[float]) -> PlanError:
+    """What is missing for the unit that needs the most, alone on as many devices as there are rows and devices."""
+    rows = -(-profile.batch_size // min(len(profile.devices), profile.batch_size))
+    needs = {
+        unit: stage_bytes(profile, unit, unit, rows, (unit[0] > 0, unit[-1] + 1 < len(profile.blocks)))
+        for unit in profile.units
+    }
+    unit = max(needs, key=lambda u: needs[u])
+    missing = needs[unit] - max(limits)
+    what = f"Block {unit[0]} does" if len(unit) == 1 else f"Blocks {unit[0]} to {unit[-1]} do"
+    if missing <= 0:
+        return PlanError(
+            "The blocks do not fit into the devices' memory, though each alone would.",
+            given=f"{len(profile.blocks)} blocks, {len(limits)} devices of {quantity(max(limits), 'B')}",
+            expected="room for all of them at once",
+            do="use more devices or a smaller batch",
+        )
+    return PlanError(
+        f"{what} not fit into any device, even with the batch split over all: {quantity(missing, 'B')} too much.",
+        given=f"{quantity(needs[unit], 'B')} at {rows} rows",
+        expected=f"at most {quantity(max(limits), 'B')}",
+        do="use a smaller batch, or split the models into more blocks",
+    )

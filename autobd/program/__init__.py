@@ -3,5 +3,7 @@
 from .build import build
 from .instruction import Edge, Instruction, Op
 from .program import Program
+from .simulate import simulate
+from .timeline import Event, Message, Trace
 
-__all__ = ["Edge", "Instruction", "Op", "Program", "build"]
+__all__ = ["Edge", "Event", "Instruction", "Message", "Op", "Program", "Trace", "build", "simulate"]

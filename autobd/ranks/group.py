@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import tempfile
@@ -72,12 +73,14 @@ class Group:
         own: Callable[[Peers], T],
         others: dict[int, Callable[[Peers], Any]],
         what: Callable[[int], str] = lambda rank: "",
+        results: dict[int, Any] | None = None,
     ) -> T:
         """Run one job on each rank and return what this rank's gives.
 
         Arguments:
             own: this process's; `others`: by rank; each is pickled, and taken out when it is sent.
             what: what a rank does, for errors.
+            results: takes what the other ranks' jobs give, by rank.
 
         Errors: those of `own`; the first error of another rank, with its traceback as the cause; RankError for a rank
         that died or does not answer. The group is of no use afterwards.
@@ -90,7 +93,7 @@ class Group:
         if self._threads:
             torch.set_num_threads(self._threads)
         try:
-            result = self._run(own, others, what)
+            result = self._run(own, others, what, results)
         except (Lost, RankError) as error:
             first = self._explained(error, what) if self.size > 1 else error
         else:
@@ -101,7 +104,11 @@ class Group:
         raise first from first.__cause__  # here, so that the connection's own error is not shown before it
 
     def _run(
-        self, own: Callable[[Peers], T], others: dict[int, Callable[[Peers], Any]], what: Callable[[int], str]
+        self,
+        own: Callable[[Peers], T],
+        others: dict[int, Callable[[Peers], Any]],
+        what: Callable[[int], str],
+        results: dict[int, Any] | None,
     ) -> T:
         ranks = list(others)
         for rank in ranks:
@@ -116,7 +123,9 @@ class Group:
         finally:
             peers.close()
         for rank in ranks:
-            self._wait(partial(receive_bytes, self._control, rank))
+            given = pickle.loads(self._wait(partial(receive_bytes, self._control, rank)))
+            if results is not None:
+                results[rank] = given
         return result
 
     def close(self) -> None:
@@ -164,9 +173,9 @@ class Group:
             if process.poll() is not None:
                 raise Lost(f"rank {rank} {local.cause_of_death(process.returncode)}")
 
-    def _wait(self, function: Callable[[], Any]) -> None:
+    def _wait(self, function: Callable[[], Any]) -> Any:
         try:
-            self._waiter.submit(function).result(self._patience)
+            return self._waiter.submit(function).result(self._patience)
         except TimeoutError:
             raise RankError(
                 f"A rank has not answered for {self.timeout:g} s.",

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..graph import Arguments
+from ..parts.part import Part
 from ..planner.plan import intervals
 from ..program import Program
 from ..ranks import Header, Peers
 from ..ranks.message import is_dense
 from .links import Links
-from .part import Part
 
 Boundary = tuple[Tensor, ...]
 

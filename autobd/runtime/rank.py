@@ -13,16 +13,16 @@ from torch import Tensor
 
 from ..blocks.verify import set_mode
 from ..errors import AutobdError, LossError, RankError
+from ..parts.channels import ChannelMaps
+from ..parts.form import Form
+from ..parts.part import Part, StudentPart
+from ..parts.randomness import keyed, student_seed
+from ..parts.student import ShareLosses, Student
 from ..program import Op, Program
 from ..ranks import Header, Lost, Peers
 from ..recipe.losses import mean_square, precise
-from .channels import ChannelMaps
 from .exchange import Boundary, Exchange, Inputs, as_sent
-from .form import Form
-from .part import Part, StudentPart
-from .randomness import keyed, student_seed
 from .reduce import AllReduce, GradientSum
-from .student import ShareLosses, Student
 from .trace import Tape
 
 

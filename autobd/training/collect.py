@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..parts import ShareLosses
+from ..program import Trace
 from ..ranks import EPOCH
-from ..runtime import Rank, ShareLosses, Trace, joined
+from ..runtime import Rank, joined
 from .history import History
 from .jobs import named, reported
 

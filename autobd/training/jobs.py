@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..parts import Part, ShareLosses
 from ..planner import Plan
 from ..program import Program
 from ..program.build import teacher_blocks
 from ..ranks import EPOCH, STEP, Header, Peers, Sender
 from ..ranks.pickling import loads
-from ..runtime import Part, Rank, ShareLosses
+from ..runtime import Rank
 from .own_rows import Reader, RowsOf
 
 _REPORT_EVERY = 0.05  # seconds

@@ -17,14 +17,15 @@ from ..blocks import Split
 from ..errors import InputError
 from ..graph import Arguments
 from ..graph.state import Attributes, module_tensors, untouched
-from ..program import Program
+from ..parts import Part, parts_of
+from ..parts.channels import Place, between, plain_weights
+from ..parts.form import Form
+from ..program import Program, Trace
 from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
 from ..ranks.pickling import dumps
 from ..ranks.waiting import Waiter
 from ..recipe import Recipe
-from ..runtime import Part, Rank, Trace, parts_of
-from ..runtime.channels import Place, between, plain_weights
-from ..runtime.form import Form
+from ..runtime import Rank
 from .collect import Collector
 from .data import Batches
 from .history import History

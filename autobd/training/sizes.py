@@ -10,7 +10,7 @@ import torch
 from ..blocks import Split
 from ..blocks.resize import resized
 from ..graph import Arguments
-from ..runtime.form import Form, forms_of
+from ..parts.form import Form, forms_of
 
 _MANY = 32
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise, product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from networks import mlp
 
 import autobd
 from autobd.cluster import Cluster
+from autobd.costs import analytic
 from autobd.errors import InputError, PlanError
 from autobd.planner import STRATEGIES, Assignment, Plan, plan
 from autobd.planner.plan import intervals, overlapping
-from autobd.planner.strategies import _best_chain, even
+from autobd.planner.strategies import even
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -74,37 +75,16 @@ def test_even_shares_use_as_many_ranks_as_there_are_rows(rows, ranks):
     assert min(own) >= 1
 
 
-# ------------------------------------------------------------------ stages
-
-
-def slowest(costs, bounds, counts, rows):
-    """The largest share of a stage's cost on one rank, where replicas cost a tenth more."""
-    shares = [math.ceil(rows / k) / rows * (1.1 if k > 1 else 1) for k in counts]
-    return max(sum(costs[a:b]) * share for (a, b), share in zip(pairwise(bounds), shares, strict=True))
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 5), st.integers(1, 12), st.booleans())
-def test_no_partition_into_stages_is_faster(costs, ranks, rows, replicas):
-    ends = [0.0, *accumulate(map(float, costs))]
-    most = (lambda n: range(1, min(n, rows) + 1)) if replicas else (lambda n: range(1, 2))
-    chain = _best_chain(ends, ranks if replicas else min(ranks, len(costs)), rows, most)
-    bounds, counts = [0, *(stop for (_, stop), _ in chain)], [k for _, k in chain]
-    assert bounds == [0, *(start for (start, _), _ in chain[1:]), len(costs)]
-    assert sum(counts) <= ranks
-    assert all(1 <= k <= (min(rows, ranks) if replicas else 1) for k in counts)
-    every = []
-    for stages in range(1, min(len(costs), ranks) + 1):
-        for inner in combinations(range(1, len(costs)), stages - 1):
-            for ks in product(range(1, (min(ranks, rows) if replicas else 1) + 1), repeat=stages):
-                if sum(ks) <= ranks:
-                    every.append((slowest(costs, [0, *inner, len(costs)], ks, rows), stages, sum(ks)))
-    assert (slowest(costs, bounds, counts, rows), len(chain), sum(counts)) == pytest.approx(min(every))
+# ------------------------------------------------------------------ strategies
 
 
 def split(blocks, rows=4):
     names = [str(i) for i in range(blocks - 1)]
     return autobd.split(mlp(16, blocks), mlp(4, blocks, seed=1), torch.randn(rows, 6), cuts=[(n, n) for n in names])
+
+
+def costs(of, ranks):
+    return analytic(of, Cluster(("cpu",) * ranks))
 
 
 SPLITS = {(blocks, rows): split(blocks, rows) for blocks in (1, 3, 4) for rows in (1, 5)}
@@ -114,7 +94,7 @@ SPLITS = {(blocks, rows): split(blocks, rows) for blocks in (1, 3, 4) for rows i
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("of", SPLITS)
 def test_every_strategy_gives_a_plan_that_can_be_run(strategy, ranks, of):
-    found = plan(SPLITS[of], Cluster(("cpu",) * ranks), strategy)
+    found = plan(costs(SPLITS[of], ranks), strategy)
     found.check(of[0])
     assert found.batch_size == of[1]
     assert found.devices == ("cpu",) * ranks
@@ -130,13 +110,13 @@ def test_every_strategy_gives_a_plan_that_can_be_run(strategy, ranks, of):
 
 def test_unknown_strategies_and_plans_for_other_devices_are_refused():
     with pytest.raises(InputError, match="No such strategy"):
-        plan(SPLITS[3, 5], Cluster(("cpu",)), "tr-dpu")
-    good = plan(SPLITS[3, 5], Cluster(("cpu",) * 2), "tr")
+        plan(costs(SPLITS[3, 5], 1), "tr-dpu")
+    good = plan(costs(SPLITS[3, 5], 2), "tr")
     with pytest.raises(InputError, match="other devices"):
-        plan(SPLITS[3, 5], Cluster(("cpu",) * 3), good)
-    assert plan(SPLITS[3, 5], Cluster(("cpu",) * 2), good) is good
+        plan(costs(SPLITS[3, 5], 3), good)
+    assert plan(costs(SPLITS[3, 5], 2), good) == good
     with pytest.raises(PlanError):
-        plan(SPLITS[4, 5], Cluster(("cpu",) * 2), good)
+        plan(costs(SPLITS[4, 5], 2), good)
 
 
 # ------------------------------------------------------------------ what is refused

@@ -11,6 +11,7 @@ from shares import FEATURES, TOKENS, Model, Part, plans
 
 import autobd
 from autobd.cluster import Cluster
+from autobd.costs import analytic
 from autobd.errors import PlanError
 from autobd.planner import STRATEGIES, Assignment, Plan, plan
 from autobd.program import Edge, Instruction, Op, Program, build
@@ -158,7 +159,7 @@ def test_the_code_of_every_rank_reads_nothing_that_it_has_not_made(program):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_can_be_built(strategy, ranks, own_input):
     for of_blocks in SPLITS.values():
-        check(build(plan(of_blocks, Cluster(("cpu",) * ranks), strategy), of_blocks, own_input))
+        check(build(plan(analytic(of_blocks, Cluster(("cpu",) * ranks)), strategy), of_blocks, own_input))
 
 
 # ------------------------------------------------------------------ what is refused
@@ -265,4 +266,4 @@ def test_a_plan_that_parts_blocks_that_train_a_weight_together_is_refused():
         build(own, together)
     for strategy in STRATEGIES:
         for ranks in (2, 3):
-            build(plan(together, Cluster(("cpu",) * ranks), strategy), together)
+            build(plan(analytic(together, Cluster(("cpu",) * ranks)), strategy), together)

@@ -1,0 +1,123 @@
+"""`bench(teacher, student, ...)`: every strategy for real, side by side with what was predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from .api import distill
+from .blocks import split
+from .cluster import Cluster
+from .costs import Profile, profile
+from .errors import PlanError
+from .graph import Arguments
+from .planner import Plan, plan
+from .ranks import open as open_ranks
+from .recipe import Recipe
+from .tables import quantity, table
+
+_NAMES = ("dp", "ls", "tr", "tr+dpu", "ir", "ahd")
+_WARM = 3  # steps until the pipeline is full
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every strategy took.
+
+    Attributes:
+        profile: measured before; `plans`: by strategy.
+        predicted, measured: seconds of a step, by strategy; `rounds`: all that the measured medians are of.
+    """
+
+    profile: Profile
+    plans: Mapping[str, Plan]
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float]
+    rounds: Mapping[str, tuple[float, ...]]
+
+    def __str__(self) -> str:
+        ranks, batch = len(self.profile.devices), self.profile.batch_size
+        work = sum(b.teacher[0].at(batch) + b.student[0].at(batch) + b.update[0] for b in self.profile.blocks) / ranks
+        rows = [
+            [
+                name,
+                quantity(self.predicted[name], "s"),
+                quantity(seconds, "s"),
+                f"{seconds / self.predicted[name] - 1:+.1%}",
+                f"{self.measured['dp'] / seconds:.2f}" if "dp" in self.measured else "-",
+                f"{work / seconds:.2f}",
+            ]
+            for name, seconds in self.measured.items()
+        ]
+        heads = ["strategy", "predicted", "measured", "off by", "over dp", "efficiency"]
+        return f"{self.profile}\n\n{table(heads, rows)}"
+
+
+def bench(
+    teacher: nn.Module,
+    student: nn.Module,
+    example: Any,
+    *,
+    devices: str | int | Sequence[str] = "auto",
+    strategies: Sequence[str] = _NAMES,
+    rounds: int = 3,
+    steps: int = 16,
+    recipe: Recipe | None = None,
+    threads: int | None = None,
+    budget: float = 20.0,
+    progress: bool = True,
+    **options: Any,
+) -> Bench:
+    """Measure the blocks, write the predictions down, then train copies of `student` with every strategy in turn.
+
+    Arguments:
+        example: one batch of inputs; every step trains on it.
+        strategies: which; those that do not fit are left out.
+        rounds: of all strategies, interleaved; `steps`: of each run, of which the first few are not counted.
+        devices, recipe, threads: as for `distill`; `budget`: as for `profile`; `options`: as for `split`.
+
+    Errors: as for `distill`.
+    """
+    recipe = recipe or Recipe()
+    found = split(teacher, student, example, logits=recipe.logits, **options)
+    batch, home = found.student.example.rows, next(student.parameters()).device
+    seconds: dict[str, list[float]] = defaultdict(list)
+    data = [Arguments.of(example, teacher)] * steps
+    with open_ranks(Cluster.of(devices, home), threads=threads) as group:
+        costs = profile(found, group, batch, recipe, budget=budget, cached=False, progress=progress)
+        plans: dict[str, Plan] = {}
+        for name in strategies:
+            try:
+                plans[name] = plan(costs, name)
+            except PlanError:
+                continue
+        todo = [name for _ in range(rounds) for name in plans]
+        for name in tqdm(todo, desc="bench", unit="run", disable=not progress, dynamic_ncols=True):
+            result = distill(
+                teacher,
+                copy.deepcopy(student),
+                data,
+                devices=group,
+                strategy=plans[name],
+                recipe=recipe,
+                profile=costs,
+                progress=False,
+                **options,
+            )
+            ends = list(result.trace.finished.values())[_WARM:]
+            seconds[name].append((ends[-1] - ends[0]) / (len(ends) - 1))
+    predictions = {name: p.prediction for name, p in plans.items()}
+    return Bench(
+        costs,
+        plans,
+        {name: p.step for name, p in predictions.items() if p is not None},
+        {name: median(found) for name, found in seconds.items()},
+        {name: tuple(found) for name, found in seconds.items()},
+    )

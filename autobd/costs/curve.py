@@ -1,0 +1,56 @@
+"""A cost by rows of the batch, known at some numbers of rows."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import InputError
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds or bytes by rows: straight lines between what is known, and on along the last one.
+
+    Attributes:
+        rows: ascending, from 1; `values`: at these; infinite from where it does not fit.
+
+    Errors: InputError if they are not that.
+    """
+
+    rows: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
+        if not self.rows or len(self.rows) != len(self.values) or not ascending or self.rows[0] < 1:
+            raise InputError(
+                "This is no curve.",
+                given=f"rows {self.rows}, values {self.values}",
+                expected="ascending numbers of rows from 1, and as many values",
+            )
+        if any(math.isnan(v) or v < 0 for v in self.values):
+            raise InputError("A cost is below zero or no number.", given=self.values, expected="values of at least 0")
+
+    @classmethod
+    def of(cls, value: float | Sequence[float] | Curve, batch: int) -> Curve:
+        """From plain numbers: one of a whole batch (in proportion to the rows), or those at 1, 2, 4, ... rows."""
+        if isinstance(value, Curve):
+            return value
+        if isinstance(value, (int, float)):
+            return cls((batch,), (float(value),))
+        return cls(tuple(1 << i for i in range(len(value))), tuple(map(float, value)))
+
+    def at(self, rows: int) -> float:
+        """The cost of `rows` rows; nothing for none. A single known value is in proportion to the rows."""
+        if rows <= 0:
+            return 0.0
+        if len(self.rows) == 1:
+            return self.values[0] * rows / self.rows[0]
+        i = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (r0, r1), (v0, v1) = self.rows[i - 1 : i + 1], self.values[i - 1 : i + 1]
+        if math.isinf(v1) and rows > r0:
+            return math.inf
+        return max(v0 + (v1 - v0) * (rows - r0) / (r1 - r0) if math.isfinite(v1) else v0, 0.0)

@@ -1,0 +1,7 @@
+"""Block pairs cut loose from their two models: what a rank holds, and how one student block is trained."""
+
+from .part import Part, StudentPart, parts_of
+from .randomness import student_seed
+from .student import ShareLosses, Student
+
+__all__ = ["Part", "ShareLosses", "Student", "StudentPart", "parts_of", "student_seed"]

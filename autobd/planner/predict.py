@@ -1,0 +1,121 @@
+"""How long a step of a plan takes and what each rank holds: one function for all strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..costs import Profile
+from .plan import Assignment, Plan, Prediction
+
+SLOTS = 5  # buffers of an edge: two that are sent, two posted receives and the one that is read
+
+
+@dataclass(frozen=True)
+class Load:
+    """Seconds of one rank's share of an assignment: before its boundary is on its way, after it, and to update."""
+
+    ahead: float
+    behind: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.ahead + self.behind + self.update
+
+
+def predict(plan: Plan, profile: Profile) -> Prediction:
+    """The prediction for a plan of the profile's devices and batch."""
+    busy, memory = [0.0] * len(plan.devices), [0.0] * len(plan.devices)
+    ready: dict[int, float] = {}  # when the boundary behind a block is there, in a step alone
+    end = 0.0
+    for a in sorted(plan.assignments, key=lambda a: a.blocks):  # a boundary comes from an earlier block
+        before, loads = plan.before(a), loads_of(plan, a, profile)
+        start = ready[before.blocks[-1]] if before else 0.0
+        if plan.barrier:  # the ranks update when all have come to it, and only then go on
+            start = max(start, *(load.update for load in loads))
+        ready[a.blocks[-1]] = start + max(load.ahead for load in loads)
+        done = start + max(load.ahead + load.behind for load in loads)
+        end = max(end, done if plan.barrier else done + max(load.update for load in loads))
+        together = max(load.total for load in loads)  # replicas wait for each other
+        for rank, rows in zip(a.ranks, a.rows, strict=True):
+            busy[rank] += together
+            memory[rank] = _held(memory[rank], plan, a, rows, profile)
+    scatter = sum(
+        profile.link(0, r).seconds(profile.input_bytes * rows)
+        for a in plan.assignments
+        if plan.before(a) is None
+        for r, rows in zip(a.ranks, a.rows, strict=True)
+        if r != 0
+    )
+    busy[0] += scatter + profile.load
+    serial = plan.barrier or profile.load > max(busy)
+    return Prediction(max(end, *busy) if serial else max(busy), end, tuple(busy), tuple(memory))
+
+
+def loads_of(plan: Plan, assignment: Assignment, profile: Profile) -> list[Load]:
+    """What each rank of an assignment has to do."""
+    first, last = assignment.blocks[0], assignment.blocks[-1]
+    before = plan.before(assignment)
+    after = next((a for a in plan.assignments if a.source == "relay" and a.blocks[0] == last + 1), None)
+    came = before.ranks[-1] if before else None
+    goes = after.ranks[0] if after else None
+    teacher = range(first if before else 0, last + 1)
+    return [
+        load(profile, teacher, assignment.blocks, assignment.ranks, rank, rows, came, goes)
+        for rank, rows in zip(assignment.ranks, assignment.rows, strict=True)
+    ]
+
+
+def load(
+    profile: Profile,
+    teacher: Sequence[int],
+    blocks: Sequence[int],
+    ranks: Sequence[int],
+    rank: int,
+    rows: int,
+    came: int | None,
+    goes: int | None,
+) -> Load:
+    """What one rank has to do.
+
+    Arguments:
+        teacher, blocks: the blocks of which it runs the teacher, and the student.
+        ranks: those that share the batch; `rank`, `rows`: this one and its share.
+        came, goes: the nearest rank of the stage before and behind, if there is one.
+    """
+    kind, costs = profile.kind_of[rank], profile.blocks
+    relay = 0.0
+    if came is not None:
+        across = len({profile.nodes[r] for r in (*ranks, came)}) > 1
+        link = profile.between if across else profile.within
+        relay += link.seconds(costs[blocks[0] - 1].boundary * rows)
+    if goes is not None:
+        relay += profile.link(ranks[-1], goes).seconds(costs[blocks[-1]].boundary * rows)
+    ahead = sum(costs[b].teacher[kind].at(rows) for b in teacher)
+    behind = sum(costs[b].student[kind].at(rows) for b in blocks)
+    reduce = sum(profile.reduce_seconds(ranks, costs[b].gradient_bytes) for b in blocks)
+    return Load(ahead + relay, behind + reduce, sum(costs[b].update[kind] for b in blocks))
+
+
+def stage_bytes(
+    profile: Profile, teacher: Sequence[int], blocks: Sequence[int], rows: int, relays: tuple[bool, bool]
+) -> float:
+    """Bytes of a rank for one assignment (PipeDream-2BW, sec. 3.3, for blocks that learn alone).
+
+    Arguments: as for `load`; `relays`: whether it receives, and sends, a boundary.
+    """
+    costs = profile.blocks
+    held = sum(costs[b].teacher_bytes for b in teacher)
+    held += sum(costs[b].student_bytes + costs[b].gradient_bytes + costs[b].state_bytes for b in blocks)
+    held += sum(costs[b].boundary for b in teacher) * rows + profile.input_bytes * rows
+    held += max(costs[b].saved.at(rows) for b in blocks)
+    edges = [blocks[0] - 1] * relays[0] + [blocks[-1]] * relays[1]
+    return held + SLOTS * rows * sum(costs[b].boundary for b in edges)
+
+
+def _held(already: float, plan: Plan, a: Assignment, rows: int, profile: Profile) -> float:
+    before = plan.before(a)
+    goes = any(o.source == "relay" and o.blocks[0] == a.blocks[-1] + 1 for o in plan.assignments)
+    teacher = range(a.blocks[0] if before else 0, a.blocks[-1] + 1)
+    return already + stage_bytes(profile, teacher, a.blocks, rows, (before is not None, goes))
