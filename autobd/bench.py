@@ -18,12 +18,11 @@ from .cluster import Cluster
 from .costs import Profile, profile
 from .errors import PlanError
 from .graph import Arguments
-from .planner import Plan, plan
+from .planner import NAMED, Plan, plan
 from .ranks import open as open_ranks
 from .recipe import Recipe
 from .tables import quantity, table
 
-_NAMES = ("dp", "ls", "tr", "tr+dpu", "ir", "ahd")
 _WARM = 3  # steps until the pipeline is full
 
 
@@ -66,7 +65,7 @@ def bench(
     example: Any,
     *,
     devices: str | int | Sequence[str] = "auto",
-    strategies: Sequence[str] = _NAMES,
+    strategies: Sequence[str] = NAMED,
     rounds: int = 3,
     steps: int = 16,
     recipe: Recipe | None = None,

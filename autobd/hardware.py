@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 GIGA = 1e9
@@ -38,17 +39,20 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class Connection:
-    """`latency`: seconds; `bandwidth`: bytes per second."""
+class Link:
+    """What it costs to move bytes from one rank to another. `latency`: seconds; `bandwidth`: bytes per second."""
 
-    latency: float
-    bandwidth: float
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def seconds(self, size: float) -> float:
+        return self.latency + size / self.bandwidth if size else 0.0
 
 
-CONNECTIONS = {
-    "PCIe": Connection(10e-6, 25 * GIGA),  # 4.0 x16, of 32
-    "NVLink": Connection(5e-6, 250 * GIGA),
-    "memory": Connection(100e-6, 1.5 * GIGA),  # gloo over loopback
-    "Ethernet": Connection(50e-6, 1.2 * GIGA),  # 10 Gbit/s
+LINKS = {
+    "PCIe": Link(10e-6, 25 * GIGA),  # 4.0 x16, of 32
+    "NVLink": Link(5e-6, 250 * GIGA),
+    "memory": Link(100e-6, 1.5 * GIGA),  # gloo over loopback
+    "Ethernet": Link(50e-6, 1.2 * GIGA),  # 10 Gbit/s
 }
 LINK_OF = {"A100": "NVLink", "H100": "NVLink", "H200": "NVLink", "CPU": "memory"}  # the others: PCIe

@@ -23,7 +23,6 @@ from autobd import ranks
 from autobd.cluster import Cluster
 from autobd.planner import Assignment, Plan
 from autobd.program import Op
-from autobd.program.build import teacher_blocks
 
 STRATEGIES = ("dp", "ls", "tr", "tr+dpu", "ir", "ahd")
 MEASURED = ("tr, stages by block times", "tr+dpu, stages by block times")
@@ -96,7 +95,7 @@ def predicted(plan, times):
     teacher, student = times
     loads, ready = [0.0] * len(plan.devices), 0.0
     for a in plan.assignments:
-        before = sum(teacher[b] for b in teacher_blocks(plan, a))
+        before = sum(teacher[b] for b in plan.teacher_blocks(a))
         work = before + sum(student[b] for b in a.blocks)
         for rank, rows in zip(a.ranks, a.rows, strict=True):
             loads[rank] += work * rows / plan.batch_size + (ready if plan.barrier else 0)

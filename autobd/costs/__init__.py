@@ -1,8 +1,9 @@
 """What blocks, links and memory cost."""
 
+from ..hardware import Link
 from .analytic import analytic
 from .curve import Curve
 from .measured import profile
-from .profiles import BlockCosts, Kind, Link, Profile
+from .profiles import BlockCosts, Kind, Profile
 
 __all__ = ["BlockCosts", "Curve", "Kind", "Link", "Profile", "analytic", "profile"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,9 +13,9 @@ from ..blocks import Split
 from ..blocks.carve import Block
 from ..cluster import Cluster
 from ..graph import Captured
-from ..hardware import CONNECTIONS, DEVICES, LINK_OF, Device
+from ..hardware import DEVICES, LINK_OF, LINKS, Device, Link
 from .curve import Curve
-from .profiles import BlockCosts, Kind, Link, Profile
+from .profiles import BlockCosts, Kind, Profile
 
 _BACKWARD = 2  # the arithmetic and bytes of a forward
 _STATE = 2  # numbers that Adam keeps for each weight
@@ -30,23 +31,23 @@ def analytic(split: Split, cluster: Cluster, batch_size: int | None = None) -> P
     batch = batch_size or split.student.example.rows
     names = [_name(device) for device in cluster.devices]
     kinds = sorted(set(names))
+    examples = [c.example.rows for c in (split.teacher, split.student)]
     weights = [_sizes(c) for c in (split.teacher, split.student)]
     within = between = reduce = Link()
     if len(names) > 1:
-        slowest = min((CONNECTIONS[LINK_OF.get(n, "PCIe")] for n in kinds), key=lambda c: c.bandwidth)
-        reduce = Link(slowest.latency, slowest.bandwidth)
-        between = Link(CONNECTIONS["Ethernet"].latency, CONNECTIONS["Ethernet"].bandwidth)
+        reduce = min((LINKS[LINK_OF.get(n, "PCIe")] for n in kinds), key=lambda link: link.bandwidth)
+        between = LINKS["Ethernet"]
         if not cluster.exists:  # of devices that are here it is to be measured; until then relays are free
             within = reduce
     inputs = {id(t): t for c in (split.teacher, split.student) for t in c.example.tensors}.values()
     return Profile(
         batch,
         tuple(
-            _block(pair.teacher, pair.student, split, weights, [DEVICES[k] for k in kinds], batch)
+            _block(pair.teacher, pair.student, examples, weights, [DEVICES[k] for k in kinds], batch)
             for pair in split.pairs
         ),
         cluster.devices,
-        tuple(Kind(k, DEVICES[k].memory) for k in kinds),
+        tuple(Kind(k, math.inf if cluster.exists else DEVICES[k].memory) for k in kinds),
         tuple(kinds.index(n) for n in names),
         cluster.hosts,
         within,
@@ -75,13 +76,12 @@ def boundary_bytes(block: Block) -> float:
 def _block(
     teacher: Block,
     student: Block,
-    split: Split,
+    examples: Sequence[int],
     weights: Sequence[Mapping[str, int]],
     devices: list[Device],
     batch: int,
 ) -> BlockCosts:
     rows = sorted({1 << i for i in range(batch.bit_length())} | {batch})
-    examples = [c.example.rows for c in (split.teacher, split.student)]
     own = [
         sum(sizes.get(key, 0) for key in block.parameters)
         for block, sizes in zip((teacher, student), weights, strict=True)

@@ -32,7 +32,7 @@ def key(split: Split, cluster: Cluster, batch: int, recipe: Recipe, threads: int
     graphs = [str(side.graph) for pair in split.pairs for side in (pair.teacher, pair.student)]
     shapes = [str(b) for pair in split.pairs for side in (pair.teacher, pair.student) for b in side.returns]
     modules = [repr(captured.model) for captured in (split.teacher, split.student)]
-    cpu = (platform.processor(), platform.machine(), os.cpu_count(), torch.get_num_threads())
+    cpu = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads())
     gpus = [torch.cuda.get_device_name(d) for d in cluster.devices if d.startswith("cuda")]
     everything = [graphs, shapes, modules, cluster, batch, described, threads, cpu, gpus, torch.__version__]
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:32]

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..blocks.verify import set_mode
 from ..parts import Part, Student
 from ..parts.channels import ChannelMaps
 from ..ranks import Header, Peers
-from ..ranks.message import is_dense
+from ..ranks.message import dense
 from ..recipe.losses import mean_square, precise
 
 _WARM, _LEAST, _MOST = 2, 3, 50  # times that a thing is done
@@ -86,17 +87,18 @@ class MeasureBlock:
                 start = clock()
                 with torch.no_grad():
                     made = part.teacher(*boundary, *given[0])
-                    made = [t if is_dense(t) else t.contiguous() for t in made]
+                    made = [dense(t) for t in made]
                     after_teacher = clock()
                     targets = [precise(student.behind[i](made[i])) for i in part.student.distilled]
                     student.normalisers = student.normalisers or [mean_square(t) for t in targets]
-                with torch.enable_grad(), _noting(saved, student) if done == 0 else _nothing():
-                    outputs = part.student.module(*entering, *given[1])
-                    learned = [precise(maps.leave(block, i, outputs[i])) for i in part.student.distilled]
-                    loss = student.judge(learned, targets, f"block {block}", False)
+                with torch.enable_grad(), _noting(saved, student) if done == 0 else nullcontext():
+                    loss = student.forward(
+                        entering, given[1], targets, partial(maps.leave, block), f"block {block}", False
+                    )
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-                del outputs, learned, loss
+                student.output = None
+                del loss
                 after_student = clock()
                 student.step()
                 after_update = clock()
@@ -191,14 +193,6 @@ class _noting(saved_tensors_hooks):
             return tensor
 
         super().__init__(pack, lambda tensor: tensor)
-
-
-class _nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: Any) -> None:
-        return None
 
 
 def numbers_of_rows(batch: int, ranks: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ..blocks import Split
 from ..cluster import Cluster
 from ..graph import Arguments
 from ..graph.state import module_tensors, untouched
+from ..hardware import Link
 from ..parts import Part, parts_of
 from ..ranks import Group, Peers
 from ..ranks import open as open_ranks
@@ -25,7 +27,7 @@ from . import cache
 from .analytic import analytic
 from .curve import Curve
 from .measure import MeasureBlock, Measured, MeasureLinks, medians, numbers_of_rows
-from .profiles import BlockCosts, Kind, Link, Profile
+from .profiles import BlockCosts, Kind, Profile
 
 
 def profile(
@@ -60,7 +62,7 @@ def profile(
             return analytic(split, cluster, batch)
         opened: AbstractContextManager[Group] = open_ranks(cluster, threads=threads)
     else:
-        cluster, opened = devices.cluster, nullcontext(devices)
+        cluster, opened, threads = devices.cluster, nullcontext(devices), devices.threads
     key = cache.key(split, cluster, batch, recipe, threads) if cached else None
     known = cache.read(key)
     if known is not None:
@@ -183,8 +185,6 @@ def _memory(name: str, ranks: int) -> float:
     if name != "CPU":
         return float(torch.cuda.get_device_properties(0).total_memory) * 0.9
     try:
-        import os
-
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.9 / ranks
     except (ValueError, OSError, AttributeError):
         return math.inf

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import InputError
+from ..hardware import Link
 from ..tables import quantity, table
 from .curve import Curve
 
@@ -21,17 +22,6 @@ class Kind:
 
     name: str
     memory: float = math.inf
-
-
-@dataclass(frozen=True)
-class Link:
-    """What it costs to move bytes from one rank to another. `latency`: seconds; `bandwidth`: bytes per second."""
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
-
-    def seconds(self, size: float) -> float:
-        return self.latency + size / self.bandwidth if size else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +70,10 @@ class Profile:
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
     nodes: tuple[int, ...]
-    within: Link = Link()
-    between: Link = Link()
-    reduce_within: Link = Link()
-    reduce_between: Link = Link()
+    within: Link = field(default_factory=Link)
+    between: Link = field(default_factory=Link)
+    reduce_within: Link = field(default_factory=Link)
+    reduce_between: Link = field(default_factory=Link)
     load: float = 0.0
     input_bytes: float = 0.0
     units: tuple[tuple[int, ...], ...] = ()

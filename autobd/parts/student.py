@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..errors import NonFiniteError
 from ..recipe import MSE
-from ..recipe.losses import evaluate
+from ..recipe.losses import evaluate, precise
 from .part import Part, StudentPart, tensors_at
 
 
@@ -70,6 +70,27 @@ class Student:
         """A step without rows."""
         self.output = None
         self.loss = self.relative = self.norm = self.teacher_norm = self._zero
+
+    def forward(
+        self,
+        entering: Sequence[Tensor],
+        given: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        leave: Callable[[int, Tensor], Tensor],
+        where: str,
+        split: bool,
+    ) -> Tensor:
+        """Run the block and return its loss against `targets`, in single precision or more; keeps its output.
+
+        Arguments:
+            entering, given: the boundary as the student's block takes it, and its input tensors.
+            leave: from an index and a tensor behind the block to what is compared.
+            where, split: as for `evaluate`.
+        """
+        self.output = self.part.module(*entering, *given)
+        outputs = [precise(leave(i, self.output[i])) for i in self.part.distilled]
+        self.learns = not self.part.varies or any(t.requires_grad for t in outputs)
+        return self.judge(outputs, targets, where, split)
 
     def judge(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool) -> Tensor:
         """The loss of what the block learns; notes it, and the error relative to a student that outputs zeros.

@@ -1,6 +1,6 @@
 """From costs to a plan."""
 
 from .plan import Assignment, Plan
-from .strategies import STRATEGIES, plan
+from .strategies import NAMED, STRATEGIES, plan
 
-__all__ = ["STRATEGIES", "Assignment", "Plan", "plan"]
+__all__ = ["NAMED", "STRATEGIES", "Assignment", "Plan", "plan"]

@@ -113,6 +113,14 @@ class Plan:
             return None
         return next(a for a in self.assignments if a.blocks[-1] == assignment.blocks[0] - 1)
 
+    def after(self, assignment: Assignment) -> Assignment | None:
+        """The assignment that this one passes its boundary on to."""
+        return next((a for a in self.assignments if self.before(a) is assignment), None)
+
+    def teacher_blocks(self, assignment: Assignment) -> range:
+        """The teacher blocks that an assignment runs: its own, and those before where it has no other source."""
+        return range(assignment.blocks[0] if self.before(assignment) else 0, assignment.blocks[-1] + 1)
+
     def student_before(self, assignment: Assignment) -> Assignment | None:
         """The assignment that passes the student's own boundary on to this one; None before the first block.
 

@@ -40,7 +40,8 @@ def predict(plan: Plan, profile: Profile) -> Prediction:
         together = max(load.total for load in loads)  # replicas wait for each other
         for rank, rows in zip(a.ranks, a.rows, strict=True):
             busy[rank] += together
-            memory[rank] = _held(memory[rank], plan, a, rows, profile)
+            relays = before is not None, plan.after(a) is not None
+            memory[rank] += stage_bytes(profile, plan.teacher_blocks(a), a.blocks, rows, relays)
     scatter = sum(
         profile.link(0, r).seconds(profile.input_bytes * rows)
         for a in plan.assignments
@@ -55,14 +56,11 @@ def predict(plan: Plan, profile: Profile) -> Prediction:
 
 def loads_of(plan: Plan, assignment: Assignment, profile: Profile) -> list[Load]:
     """What each rank of an assignment has to do."""
-    first, last = assignment.blocks[0], assignment.blocks[-1]
-    before = plan.before(assignment)
-    after = next((a for a in plan.assignments if a.source == "relay" and a.blocks[0] == last + 1), None)
+    before, after = plan.before(assignment), plan.after(assignment)
     came = before.ranks[-1] if before else None
     goes = after.ranks[0] if after else None
-    teacher = range(first if before else 0, last + 1)
     return [
-        load(profile, teacher, assignment.blocks, assignment.ranks, rank, rows, came, goes)
+        load(profile, plan.teacher_blocks(assignment), assignment.blocks, assignment.ranks, rank, rows, came, goes)
         for rank, rows in zip(assignment.ranks, assignment.rows, strict=True)
     ]
 
@@ -112,10 +110,3 @@ def stage_bytes(
     held += max(costs[b].saved.at(rows) for b in blocks)
     edges = [blocks[0] - 1] * relays[0] + [blocks[-1]] * relays[1]
     return held + SLOTS * rows * sum(costs[b].boundary for b in edges)
-
-
-def _held(already: float, plan: Plan, a: Assignment, rows: int, profile: Profile) -> float:
-    before = plan.before(a)
-    goes = any(o.source == "relay" and o.blocks[0] == a.blocks[-1] + 1 for o in plan.assignments)
-    teacher = range(a.blocks[0] if before else 0, a.blocks[-1] + 1)
-    return already + stage_bytes(profile, teacher, a.blocks, rows, (before is not None, goes))

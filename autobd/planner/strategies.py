@@ -14,7 +14,8 @@ from .predict import predict, stage_bytes
 from .stages import Stages
 from .unequal import UnequalStages, filled
 
-STRATEGIES = ("auto", "dp", "ls", "tr", "tr+dpu", "ir", "ahd")
+NAMED = ("dp", "ls", "tr", "tr+dpu", "ir", "ahd")
+STRATEGIES = ("auto", *NAMED)
 _BY_PREFERENCE = ("tr+dpu", "ahd", "ir", "ls", "dp")  # where "auto" finds two equally fast
 
 Unit = tuple[int, ...]  # consecutive blocks that stay together
@@ -52,21 +53,24 @@ def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None =
         )
     limits = [memory if memory is not None else profile.kind(r).memory for r in range(len(profile.devices))]
     if strategy != "auto":
-        found = _MAKE[strategy](profile, limits)
+        found = _fitting(strategy, profile, limits)
         if found is None:
             raise _too_large(profile, limits)
         return _described(found, profile, {})
-    found_by = {name: _MAKE[name](profile, limits) for name in _BY_PREFERENCE}
-    fitting = {
-        name: p
-        for name, p in found_by.items()
-        if p and all(held <= most for held, most in zip(predict(p, profile).memory, limits, strict=True))
-    }
+    fitting = {name: p for name in _BY_PREFERENCE if (p := _fitting(name, profile, limits)) is not None}
     if not fitting:
         raise _too_large(profile, limits)
     others = {name: predict(p, profile).step for name, p in fitting.items()}
     best = min(fitting, key=lambda name: others[name])
     return _described(fitting[best], profile, others)
+
+
+def _fitting(strategy: str, profile: Profile, limits: Sequence[float]) -> Plan | None:
+    """The plan of a strategy; None if it does not fit into memory."""
+    found = _MAKE[strategy](profile, limits)
+    if found is None or any(held > most for held, most in zip(predict(found, profile).memory, limits, strict=True)):
+        return None
+    return found
 
 
 def _described(found: Plan, profile: Profile, others: dict[str, float]) -> Plan:
@@ -172,10 +176,10 @@ def _too_large(profile: Profile, limits: Sequence[float]) -> PlanError:
     what = f"Block {unit[0]} does" if len(unit) == 1 else f"Blocks {unit[0]} to {unit[-1]} do"
     if missing <= 0:
         return PlanError(
-            "The blocks do not fit into the devices' memory, though each alone would.",
+            "The plan does not fit into the devices' memory, though each block alone would.",
             given=f"{len(profile.blocks)} blocks, {len(limits)} devices of {quantity(max(limits), 'B')}",
             expected="room for all of them at once",
-            do="use more devices or a smaller batch",
+            do="use another strategy, more devices or a smaller batch",
         )
     return PlanError(
         f"{what} not fit into any device, even with the batch split over all: {quantity(missing, 'B')} too much.",

@@ -47,11 +47,6 @@ def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = Fa
     return program
 
 
-def teacher_blocks(plan: Plan, assignment: Assignment) -> range:
-    """The teacher blocks that an assignment runs: its own, and those before where it has no other source."""
-    return range(assignment.blocks[0] if plan.before(assignment) else 0, assignment.blocks[-1] + 1)
-
-
 def _batched(captured: Captured) -> frozenset[int]:
     example = captured.example
     return frozenset(i for i, t in enumerate(example.tensors) if t.ndim and t.shape[0] == example.rows)
@@ -67,7 +62,7 @@ def _edges(plan: Plan, split: Split, own_input: bool) -> tuple[list[Edge], Input
     inputs = []
     for number, a in enumerate(plan.assignments):
         before = plan.before(a)
-        teacher = {i for b in teacher_blocks(plan, a) for i in split.pairs[b].teacher.inputs}
+        teacher = {i for b in plan.teacher_blocks(a) for i in split.pairs[b].teacher.inputs}
         student = {i for b in a.blocks for i in split.pairs[b].student.inputs}
         inputs.append((tuple(sorted(teacher)), tuple(sorted(student))))
         if teacher or student or before is None:
@@ -151,7 +146,7 @@ class _Builder:
         if before is not None:
             received = self._edge_indices("teacher", number, target=self.rank)
             teacher[before.blocks[-1]] = self.add(Op.RECEIVE, before.blocks[-1], number, edges=received)
-        for block in teacher_blocks(self.plan, a):
+        for block in self.plan.teacher_blocks(a):
             teacher[block] = self.add(Op.TEACHER_FORWARD, block, number, loaded, teacher.get(block - 1))
         relayed = self._edge_indices("teacher", source=self.rank, block=last)
         if relayed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ..costs import Link, Profile
+from ..planner.plan import intervals
 from .instruction import RECEIVES, SENDS, Edge, Instruction, Op
 from .program import Program
 from .timeline import Event, Message, Trace
@@ -136,13 +137,10 @@ class _Simulation:
         if edge.kind == "inputs":
             return link, self.profile.input_bytes * rows if rank == edge.source else 0.0
         source = next(a for a in assignments if edge.block in a.blocks)
-        shared = _overlap(source.rows, source.ranks.index(edge.source), target.rows, target.ranks.index(edge.target))
+        (a, b), (c, d) = (
+            intervals(of.rows, sum(of.rows))[of.ranks.index(rank)]
+            for of, rank in ((source, edge.source), (target, edge.target))
+        )
         costs = self.profile.blocks[edge.block or 0]
         size = costs.boundary if edge.kind == "teacher" else costs.own_boundary
-        return link, size * shared
-
-
-def _overlap(source: tuple[int, ...], i: int, target: tuple[int, ...], j: int) -> int:
-    """Rows that two shares have in common."""
-    a, b = (sum(rows[:n]) for rows, n in ((source, i), (target, j)))
-    return max(0, min(a + source[i], b + target[j]) - max(a, b))
+        return link, size * max(0, min(b, d) - max(a, c))

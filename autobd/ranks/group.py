@@ -41,11 +41,12 @@ class Group:
 
     Attributes:
         cluster: the devices, one rank each; `timeout`: seconds after which a silent rank is an error.
+        threads: of each rank on a CPU; None: as many as are set.
     """
 
     def __init__(self, cluster: Cluster, timeout: float, threads: int | None) -> None:
         self.cluster, self.timeout = cluster, timeout
-        self._threads, self._broken = threads, False
+        self.threads, self._broken = threads, False
         self._runs = 0  # so far; each has tags of its own for its messages
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._waiter, self._patience = Waiter(), Patience(timeout, self._alarm)
@@ -90,8 +91,8 @@ class Group:
         self._broken = True
         self._runs += 1
         threads = torch.get_num_threads()
-        if self._threads:
-            torch.set_num_threads(self._threads)
+        if self.threads:
+            torch.set_num_threads(self.threads)
         try:
             result = self._run(own, others, what, results)
         except (Lost, RankError) as error:

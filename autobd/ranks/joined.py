@@ -46,7 +46,7 @@ class Joined(Group):
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        self.timeout, self._threads, self._broken = timeout, threads, False
+        self.timeout, self.threads, self._broken = timeout, threads, False
         self._processes = {}
         self._waiter, self._patience = Waiter(), Patience(timeout)
         self._store = c10d.PrefixStore(f"autobd {next(_OPENED)}", c10d._get_default_store())
@@ -64,8 +64,8 @@ class Joined(Group):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         threads = torch.get_num_threads()
-        if self._threads:
-            torch.set_num_threads(self._threads)
+        if self.threads:
+            torch.set_num_threads(self.threads)
         try:
             serve(self.rank, self.cluster.devices, self.timeout, self._groups, self._store)
         except (Lost, RuntimeError) as error:

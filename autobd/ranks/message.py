@@ -63,7 +63,7 @@ class Packing:
     def of(cls, header: Header, tensors: Sequence[Tensor], outside: bool = False) -> Packing:
         """Tensors keep their strides where these cover their memory without gaps (channels last, transposed);
         others become contiguous."""
-        tensors = [t if is_dense(t) else t.contiguous() for t in tensors]
+        tensors = [dense(t) for t in tensors]
         (progress,) = struct.unpack("<q", struct.pack("<d", header.progress))
         layout, parts, offset = [], [], 0
         for tensor in tensors:
@@ -122,6 +122,11 @@ def _strided(
     if not size:
         return torch.empty(shape, dtype=dtype, device=buffer.device)
     return buffer[offset : offset + size].view(dtype).as_strided(shape, strides)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """As a message has it: itself, or contiguous where it does not fill its memory."""
+    return tensor if is_dense(tensor) else tensor.contiguous()
 
 
 def is_dense(tensor: Tensor) -> bool:

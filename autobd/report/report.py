@@ -9,7 +9,7 @@ from typing import Any
 from ..blocks import Split
 from ..costs import Profile
 from ..errors import PlanError
-from ..planner import Plan, plan
+from ..planner import NAMED, Plan, plan
 from ..planner.predict import predict
 from ..program import Program, Trace, build, simulate
 from ..tables import quantity, table
@@ -17,7 +17,6 @@ from .chrome import chrome_trace
 from .gantt import gantt
 from .page import page
 
-_NAMES = ("dp", "ls", "tr", "tr+dpu", "ir", "ahd")
 _STEPS = 16
 
 
@@ -158,7 +157,7 @@ def inspect(
     chosen = plan(profile, strategy, memory)
     program = build(chosen, split, own_input)
     found = [_scored(chosen.strategy, chosen, profile)]
-    for name in _NAMES:
+    for name in NAMED:
         try:
             other = plan(profile, name, memory)
         except PlanError:  # it does not fit

@@ -15,7 +15,7 @@ from ..parts.part import Part
 from ..planner.plan import intervals
 from ..program import Program
 from ..ranks import Header, Peers
-from ..ranks.message import is_dense
+from ..ranks.message import dense
 from .links import Links
 
 Boundary = tuple[Tensor, ...]
@@ -156,4 +156,4 @@ def _alike(own: list[Tensor], sent: list[Tensor], where: str) -> list[Tensor]:
 
 def as_sent(boundary: Sequence[Tensor]) -> Boundary:
     """As a message has it: where blocks run must not change what the next one computes with."""
-    return tuple(t if is_dense(t) else t.contiguous() for t in boundary)
+    return tuple(dense(t) for t in boundary)

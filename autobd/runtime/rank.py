@@ -150,10 +150,8 @@ class Rank(Exchange):
         draw = keyed(seed, self.device, part.draws_python) if part.draws else nullcontext()
         with torch.enable_grad(), draw:
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
-            student.output = part.module(*self._entering(block, boundary), *given)
-            outputs = [precise(self.maps.leave(block, i, student.output[i])) for i in part.distilled]
-            student.learns = not part.varies or any(t.requires_grad for t in outputs)
-            return student.judge(outputs, targets, self._where(block), len(replicas) > 1)
+            leave, where = partial(self.maps.leave, block), self._where(block)
+            return student.forward(self._entering(block, boundary), given, targets, leave, where, len(replicas) > 1)
 
     def student_boundary(self, block: int) -> Boundary | None:
         """The student's own tensors behind the block, detached, for the next block to work on."""

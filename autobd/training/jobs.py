@@ -13,7 +13,6 @@ from torch import Tensor
 from ..parts import Part, ShareLosses
 from ..planner import Plan
 from ..program import Program
-from ..program.build import teacher_blocks
 from ..ranks import EPOCH, STEP, Header, Peers, Sender
 from ..ranks.pickling import loads
 from ..runtime import Rank
@@ -46,7 +45,7 @@ class Job:
 def blocks_run(plan: Plan, rank: int) -> list[int]:
     """The blocks of which a rank runs the teacher or the student."""
     own = [a for a in plan.assignments if rank in a.ranks]
-    return sorted({b for a in own for b in (*a.blocks, *teacher_blocks(plan, a))})
+    return sorted({b for a in own for b in (*a.blocks, *plan.teacher_blocks(a))})
 
 
 def jobs(program: Program, parts: Sequence[Part], seed: int, reader: Reader | None = None) -> dict[int, Job]:
@@ -69,7 +68,7 @@ def follow(job: Job, peers: Peers) -> None:
     links = rank.links
     assert links.report is not None
     assert links.news is not None
-    report = Report(links.report)
+    losses = LossSender(links.report)
     rows = RowsOf(job.reader, job.program, job.rank) if job.reader else None
     ended = True
     while True:
@@ -81,9 +80,9 @@ def follow(job: Job, peers: Peers) -> None:
             if not rank.knows(coming.sizes):
                 rank.learn(coming.sizes, loads(bytes(links.news.take()[1][0].numpy())))
             rank.run(step, rows.of(coming.batch) if rows else None)
-            report.add(coming.step, rank.finish_step())
+            losses.add(coming.step, rank.finish_step())
             continue
-        report.send()
+        losses.send()
         links.pass_on(coming.kind, coming.step)
         ended = True
         if coming.kind != EPOCH:
@@ -108,7 +107,7 @@ def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(names, tensors[1:], strict=True))
 
 
-class Report:
+class LossSender:
     """Losses on their way to rank 0: of several steps at once where these are short."""
 
     def __init__(self, sender: Sender) -> None:
@@ -128,7 +127,7 @@ class Report:
 
 
 def reported(tensors: Sequence[Tensor]) -> dict[int, dict[int, ShareLosses]]:
-    """What a `Report` has sent: losses by step and block."""
+    """What a `LossSender` has sent: losses by step and block."""
     found: dict[int, dict[int, ShareLosses]] = {}
     for step, block, *values in tensors[0].tolist():
         found.setdefault(int(step), {})[int(block)] = ShareLosses(*values)

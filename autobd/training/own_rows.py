@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +94,8 @@ class RowsOf:
         return self._reader.to_pair(next(self._batches)) if first < last else None
 
 
-class _Numbers(Dataset[Any], Sized):
+class _Numbers(Dataset[Any]):
     """A dataset that gives its indices back."""
 
     def __getitem__(self, index: Any) -> Any:
         return index
-
-    def __len__(self) -> int:
-        return 0

@@ -108,6 +108,11 @@ def test_analysis_counts_operations_and_bytes():
     )
 
 
+def test_analysis_does_not_know_how_much_memory_devices_that_are_here_have():
+    assert analytic(pair(), Cluster(("cpu", "cpu")), 8).kinds == (Kind("CPU", math.inf),)
+    assert analytic(pair(), Cluster.of("2xL4", HOME), 8).kinds == (Kind("L4", 24e9),)
+
+
 @pytest.mark.parametrize(
     ("text", "devices", "nodes"),
     [

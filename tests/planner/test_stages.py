@@ -12,7 +12,7 @@ from profiles import profiles
 from autobd.costs import Link, Profile
 from autobd.errors import InputError, PlanError
 from autobd.planner import Assignment, Plan, plan
-from autobd.planner.predict import predict
+from autobd.planner.predict import loads_of, predict
 from autobd.planner.strategies import even, min_seconds
 from autobd.planner.unequal import filled
 
@@ -63,8 +63,6 @@ def slowest(found, profile):
 
 def filling(found, profile):
     """Until the last stage is done with the first step."""
-    from autobd.planner.predict import loads_of
-
     loads = [loads_of(found, a, profile) for a in found.assignments]
     return sum(max(w.ahead for w in stage) for stage in loads[:-1]) + max(w.total for w in loads[-1])
 
@@ -103,8 +101,6 @@ def best_shares(profile, bounds, counts, order, rows):
                 whole = Plan("ahd", rows, profile.devices, tuple(
                     Assignment(b, *r, "relay") for b, r in zip(stages, others, strict=True)
                 ))  # fmt: skip
-                from autobd.planner.predict import loads_of
-
                 loads = loads_of(whole, whole.assignments[number], profile)
                 seconds = min(seconds, max(w.total for w in loads))
         worst = max(worst, seconds)
@@ -209,3 +205,11 @@ def test_a_plan_is_scored_in_whatever_order_its_assignments_are_written():
     for strategy in ("tr", "tr+dpu"):
         found = [predict(Plan(strategy, 4, profile.devices, s), profile) for s in (stages, stages[::-1])]
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ls", "ir", "tr", "tr+dpu", "ahd"])
+def test_a_strategy_that_is_asked_for_and_does_not_fit_is_refused(strategy):
+    profile = Profile.of([1.0, 1.0], [2.0, 2.0], 8, 2, weights=[10.0, 1000.0])
+    assert plan(profile, strategy).strategy == strategy
+    with pytest.raises(PlanError, match="not fit"):
+        plan(profile, strategy, memory=200.0)
