@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import select
@@ -23,6 +24,7 @@ from .waiting import Lost, Patience
 
 Job = Callable[[Peers], Any]
 _LOOK = 1.0  # seconds between two looks at whether the caller lives
+_TO_OPEN = 3.0  # seconds to open the file that all ranks meet through
 
 
 def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, store: Any) -> None:
@@ -64,9 +66,11 @@ def main() -> None:
     device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not Path(settings["store"]).parent.exists():  # else torch waits for it, and no other thread runs meanwhile
-        _leave(settings)
-    store = dist.FileStore(settings["store"], len(devices))  # type: ignore[attr-defined]
+    # Where the directory is gone, with the caller, torch waits for it and lets no other thread run meanwhile.
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_TO_OPEN, exit=True, file=nowhere)
+        store = dist.FileStore(settings["store"], len(devices))  # type: ignore[attr-defined]
+        faulthandler.cancel_dump_traceback_later()
     try:
         serve(rank, devices, settings["timeout"], Groups(rank, store, loopback=True), store)
     except BaseException:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from plain import assert_equal_state, chained, plain_loop
 from processes import alive, children, gone, listening, workers
 
 import autobd
+from autobd.ranks.local import _MAIN as MAIN
 from autobd.specs import load_model
 
 TESTS = Path(__file__).parents[1]
@@ -327,3 +329,15 @@ def test_no_orphan_when_the_caller_is_ended_at_the_start(sent, delay, tmp_path):
     process.send_signal(sent)
     process.wait(10)
     assert gone(own, 10)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_whose_meeting_place_is_gone_ends(tmp_path):
+    settings = {
+        "rank": 1, "devices": ("cpu", "cpu"), "store": str(tmp_path / "gone" / "store"), "caller": os.getpid(),
+        "threads": 1, "timeout": 300.0, "path": sys.path,
+    }  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", MAIN], stdin=subprocess.PIPE, env=environment())
+    process.stdin.write(pickle.dumps(settings))
+    process.stdin.flush()
+    assert process.wait(30) != 0
