@@ -10,14 +10,13 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
-from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..cluster import Cluster
 from ..errors import InputError, RankError
@@ -26,11 +25,13 @@ from .control import RemoteTraceback, Report, posted, receive_bytes, send_bytes
 from .memory import memory_kept
 from .peers import ALL, Groups, Peers
 from .pickling import culprit, dumps
+from .store import DirectoryStore
 from .waiting import Lost, Patience, Waiter
 from .worker import torch_settings
 
 T = TypeVar("T")
 _START = 120.0  # seconds for a process to start and import torch, however short the timeout
+_LET_GO = 5.0  # seconds for connections to end
 _REPORTS = 6.0  # seconds in which the rank that failed first has left its report
 
 
@@ -52,10 +53,9 @@ class Group:
         self._waiter, self._patience = Waiter(), Patience(timeout, self._alarm)
         if self.size > 1:
             directory = tempfile.mkdtemp(prefix="autobd-")  # readable by this user alone
-            file = str(Path(directory) / "store")
-            self._processes = local.start(file, cluster.devices, threads or 1, timeout)
+            self._processes = local.start(directory, cluster.devices, threads or 1, timeout)
             self._finish = weakref.finalize(self, _clean, self._processes, directory)
-            self._store: Any = dist.FileStore(file, self.size)  # type: ignore[attr-defined]
+            self._store: Any = DirectoryStore(directory)
             self._groups = Groups(0, self._store, loopback=True)
             if any(d.startswith("cuda") for d in cluster.devices):
                 Thread(target=_watch, args=(self._processes, self._groups), daemon=True).start()
@@ -145,10 +145,11 @@ class Group:
                 except subprocess.TimeoutExpired:
                     break
         self._broken = True
-        self._waiter.close()
         self._finish()
         self.__dict__.pop("_control", None)
-        self._groups.close()
+        with suppress(TimeoutError):  # a connection's last call may not return; Ctrl-C has to work meanwhile
+            self._waiter.submit(self._groups.close).result(Patience(_LET_GO))
+        self._waiter.close()
 
     def __enter__(self) -> Group:
         return self

@@ -13,7 +13,7 @@ from typing import Any
 _MAIN = "from autobd.ranks.worker import main; main()"
 
 
-def start(store: str, devices: Sequence[str], threads: int, timeout: float) -> dict[int, subprocess.Popen[bytes]]:
+def start(directory: str, devices: Sequence[str], threads: int, timeout: float) -> dict[int, subprocess.Popen[bytes]]:
     """Processes for ranks 1 and up. Each ends when its standard input does or its parent is another one, so that
     none survives the caller."""
     processes = {}
@@ -27,7 +27,7 @@ def start(store: str, devices: Sequence[str], threads: int, timeout: float) -> d
         settings: dict[str, Any] = {
             "rank": rank,
             "devices": tuple(devices),
-            "store": store,
+            "directory": directory,
             "caller": os.getpid(),
             "threads": threads,
             "timeout": timeout,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from .lane import Lane
+from .store import DirectoryStore
 from .transport import Place, Receiver, Sender
 from .waiting import Patience, Pending, Waiter
 
@@ -101,11 +102,11 @@ class Groups:
     """Process groups by name, made when they are first asked for.
 
     Arguments:
-        store: a torch.distributed store that all ranks see; None: the default process group is joined (torchrun).
+        store: where the ranks meet; None: the default process group is joined (torchrun).
         loopback: connect on this host only.
     """
 
-    def __init__(self, rank: int, store: Any | None, loopback: bool) -> None:
+    def __init__(self, rank: int, store: DirectoryStore | None, loopback: bool) -> None:
         self._rank, self._store, self._loopback = rank, store, loopback
         self._made: dict[tuple[str, str], Any] = {}
 
@@ -128,11 +129,12 @@ class Groups:
     def _make(self, name: str, ranks: list[int], backend: str) -> Any:
         if self._store is None:
             return dist.new_group(ranks, FOREVER, backend, use_local_synchronization=True, sort_ranks=False)
-        store = c10d.PrefixStore(name, self._store)
         if backend == "nccl":
+            store = c10d.PrefixStore(name, self._store.for_nccl())
             nccl = c10d.ProcessGroupNCCL.Options()
             nccl._timeout = FOREVER
             return c10d.ProcessGroupNCCL(store, ranks.index(self._rank), len(ranks), nccl)
+        store = c10d.PrefixStore(name, self._store)
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = FOREVER
         if self._loopback:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
 import select
@@ -10,21 +9,20 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .control import Report, post, receive_bytes, send_bytes
 from .memory import memory_kept
 from .peers import ALL, Groups, Peers
 from .pickling import loads
+from .store import DirectoryStore
 from .waiting import Lost, Patience
 
 Job = Callable[[Peers], Any]
 _LOOK = 1.0  # seconds between two looks at whether the caller lives
-_TO_OPEN = 3.0  # seconds to open the file that all ranks meet through
 
 
 def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, store: Any) -> None:
@@ -43,7 +41,8 @@ def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, sto
             del job
             send_bytes(control, 0, pickle.dumps(result))
     except BaseException as error:
-        post(store, rank, Report.of(error))
+        with suppress(RuntimeError):  # nobody is there to find it
+            post(store, rank, Report.of(error))
         raise
 
 
@@ -66,11 +65,7 @@ def main() -> None:
     device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Where the directory is gone, with the caller, torch waits for it and lets no other thread run meanwhile.
-    with open(os.devnull, "w") as nowhere:
-        faulthandler.dump_traceback_later(_TO_OPEN, exit=True, file=nowhere)
-        store = dist.FileStore(settings["store"], len(devices))  # type: ignore[attr-defined]
-        faulthandler.cancel_dump_traceback_later()
+    store = DirectoryStore(settings["directory"])
     try:
         serve(rank, devices, settings["timeout"], Groups(rank, store, loopback=True), store)
     except BaseException:
@@ -114,5 +109,5 @@ def _leave_with_the_caller(source: Any, settings: dict[str, Any]) -> None:
 
 def _leave(settings: dict[str, Any]) -> None:
     """End without a caller, and clear up what it would have cleared up."""
-    shutil.rmtree(Path(settings["store"]).parent, ignore_errors=True)
+    shutil.rmtree(settings["directory"], ignore_errors=True)
     os._exit(2)

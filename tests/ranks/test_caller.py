@@ -334,7 +334,7 @@ def test_no_orphan_when_the_caller_is_ended_at_the_start(sent, delay, tmp_path):
 @pytest.mark.timeout(60)
 def test_a_rank_whose_meeting_place_is_gone_ends(tmp_path):
     settings = {
-        "rank": 1, "devices": ("cpu", "cpu"), "store": str(tmp_path / "gone" / "store"), "caller": os.getpid(),
+        "rank": 1, "devices": ("cpu", "cpu"), "directory": str(tmp_path / "gone"), "caller": os.getpid(),
         "threads": 1, "timeout": 300.0, "path": sys.path,
     }  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", MAIN], stdin=subprocess.PIPE, env=environment())

@@ -16,22 +16,17 @@ from autobd.ranks.memory import memory_kept
 
 SIZE = 1 << 24  # floats: 64 MiB, more than glibc ever keeps by itself
 
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(SIZE)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
-outside = faults()
+torch.ones(SIZE)
 before = resident()
 with memory_kept(torch.device("cpu")):
-    faults()
-    again, inside = faults(), resident()
-print(int(again < outside / 4), int(inside > before + 2 * SIZE), int(resident() < before + SIZE),
-      int(faults() > outside / 4))
+    for _ in range(4):
+        torch.ones(SIZE)
+    inside = resident() - before
+print(inside > 2 * SIZE, inside < 6 * SIZE, resident() < before + SIZE)
 """
 
 
@@ -45,9 +40,9 @@ def run(**environment):
 
 @pytest.mark.timeout(60)
 def test_freed_memory_is_used_again_and_given_back_at_the_end():
-    assert run() == ["1", "1", "1", "1"]
+    assert run() == ["True", "True", "True"]
 
 
 @pytest.mark.timeout(60)
 def test_an_environment_that_says_how_to_allocate_is_left_alone():
-    assert run(MALLOC_TRIM_THRESHOLD_="131072") == ["0", "0", "1", "1"]
+    assert run(MALLOC_TRIM_THRESHOLD_="131072") == ["False", "True", "True"]
