@@ -32,7 +32,7 @@ from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
 from .recipe import Recipe
 from .runtime import statistics_note
-from .training import Batches, History, OwnRows, check_like, random_batches, train, write_back
+from .training import Batches, History, Moves, OwnRows, check_like, random_batches, train, write_back
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Distilled:
         trace: when every rank did what, in the last 64 steps.
         split, verification: the block pairs, and the proof that they are the models.
         profile: what the plan was made by.
-        plan, program: who did what; `print(result.program)` shows the code that ran.
+        plan, program: who did what, in the end; `print(result.program)` shows the code that ran.
         notes: what the user should know.
         hybrid: the student with the adapters that could not be folded into it (see `split`); None if there are none.
     """
@@ -75,6 +75,7 @@ def distill(
     devices: str | int | Sequence[str] | Group = "auto",
     strategy: str | Plan = "auto",
     profile: Profile | Literal["analytic", "measured"] = "analytic",
+    replan: bool = True,
     threads: int | None = None,
     timeout: float = 300.0,
     recipe: Recipe | None = None,
@@ -110,6 +111,8 @@ def distill(
         strategy: "auto", a schedule by its name in the Pipe-BD paper, or a `Plan` (see `planner.plan`).
         profile: what to plan by: operations and bytes ("analytic"), or every block measured on the ranks, in about 20
             seconds and with the recipe's own losses and optimizers ("measured"), or a profile made before (`profile`).
+        replan: at epoch ends, plan again where ranks take other times than the profile says, and move if that is
+            faster (not with a `Plan` of one's own). What is computed stays the same; a note tells of it.
         threads: of each rank on a CPU; default: the cores, shared evenly.
         timeout: seconds after which a rank that does not answer is an error.
         recipe: loss, optimizer, learning rate and length; `epochs` overrides the same field.
@@ -190,13 +193,34 @@ def distill(
                 notes.append(
                     f'init="teacher" set {len(start)} of the student\'s {len(_tensors(student))} parameters and buffers'
                 )
-            history, trace, maps = train(
-                found, program, recipe, batches, to_pair, seed, progress, group, verification.teacher_writes, start
+            moves = Moves(found, costs, strategy if replan and group.size > 1 else None)
+            trained = train(
+                found,
+                program,
+                recipe,
+                batches,
+                to_pair,
+                seed,
+                progress,
+                group,
+                verification.teacher_writes,
+                start,
+                moves.look,
             )
-        done = Distilled(student, history, trace, found, verification, costs, chosen, program, tuple(notes))
+        done = Distilled(
+            student,
+            trained.history,
+            trained.trace,
+            found,
+            verification,
+            moves.profile,
+            trained.program.plan,
+            trained.program,
+            (*notes, *moves.notes),
+        )
         if isinstance(group, Joined):
-            group.share(_Shared.of(done, recorded, maps))
-    return replace(done, hybrid=hybrid_student(found, student, maps))
+            group.share(_Shared.of(done, recorded, trained.maps))
+    return replace(done, hybrid=hybrid_student(found, student, trained.maps))
 
 
 def _costs(

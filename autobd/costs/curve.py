@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import InputError
 
@@ -42,6 +42,9 @@ class Curve:
         if isinstance(value, (int, float)):
             return cls((batch,), (float(value),))
         return cls(tuple(1 << i for i in range(len(value))), tuple(map(float, value)))
+
+    def times(self, factor: float) -> Curve:
+        return replace(self, values=tuple(v * factor for v in self.values))
 
     def at(self, rows: int) -> float:
         """The cost of `rows` rows; nothing for none. A single known value is in proportion to the rows."""

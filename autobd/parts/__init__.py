@@ -2,6 +2,6 @@
 
 from .part import Part, StudentPart, parts_of
 from .randomness import student_seed
-from .student import ShareLosses, Student
+from .student import BlockState, ShareLosses, Student
 
-__all__ = ["Part", "ShareLosses", "Student", "StudentPart", "parts_of", "student_seed"]
+__all__ = ["BlockState", "Part", "ShareLosses", "Student", "StudentPart", "parts_of", "student_seed"]

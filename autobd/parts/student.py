@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_map_only
 
 from ..errors import NonFiniteError
 from ..recipe import MSE
@@ -24,6 +26,19 @@ class ShareLosses:
     loss: float
     relative: float
     weight: float
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """What the training of a block goes on from on another rank, beside its weights.
+
+    Attributes:
+        optimizer: its `state_dict`; `normalisers`: of its losses; `maps`: its channel maps, by name.
+    """
+
+    optimizer: dict[str, Any] | None
+    normalisers: list[Tensor] | None
+    maps: dict[str, Tensor]
 
 
 class Student:
@@ -52,6 +67,22 @@ class Student:
         """Train channel maps with the block's own parameters, and make the optimizer."""
         self.parameters += maps
         self.optimizer = self.recipe.make_optimizer(self.parameters)
+
+    def state(self, maps: Mapping[str, Tensor]) -> BlockState:
+        """Where the training is, to be sent to any device."""
+        optimizer = None if self.optimizer is None else tree_map_only(Tensor, Tensor.cpu, self.optimizer.state_dict())
+        normalisers = None if self.normalisers is None else [t.cpu() for t in self.normalisers]
+        return BlockState(optimizer, normalisers, {name: m.detach().cpu() for name, m in maps.items()})
+
+    def go_on(self, state: BlockState, maps: Mapping[str, Tensor]) -> None:
+        """Go on from `state`; `maps`: the block's own channel maps."""
+        if self.optimizer is not None and state.optimizer is not None:
+            self.optimizer.load_state_dict(state.optimizer)
+        if state.normalisers is not None:
+            self.normalisers = [t.to(self.like.device) for t in state.normalisers]
+        with torch.no_grad():
+            for name, own in maps.items():
+                own.copy_(state.maps[name])
 
     def take(self, part: Part) -> None:
         """Go on with the block in another form."""

@@ -1,6 +1,7 @@
 """From costs to a plan."""
 
 from .plan import Assignment, Plan
+from .replan import Replanned, replan
 from .strategies import NAMED, STRATEGIES, plan
 
-__all__ = ["NAMED", "STRATEGIES", "Assignment", "Plan", "plan"]
+__all__ = ["NAMED", "STRATEGIES", "Assignment", "Plan", "Replanned", "plan", "replan"]

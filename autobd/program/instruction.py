@@ -25,6 +25,7 @@ class Op(Enum):
 
 
 SENDS = (Op.SCATTER, Op.RELAY, Op.RELAY_STUDENT)
+WORK = (Op.TEACHER_FORWARD, Op.STUDENT_FORWARD, Op.STUDENT_BACKWARD)
 RECEIVES = (Op.RECEIVE, Op.RECEIVE_STUDENT)  # and LOAD, on ranks that do not read the data
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ..tables import table
-from .instruction import Instruction
+from .instruction import WORK, Instruction
 from .program import Program
 
 
@@ -71,6 +71,16 @@ class Trace:
         """Mean time from one step's end to the next one's."""
         ends = list(self.finished.values())
         return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else float("nan")
+
+    @property
+    def work(self) -> dict[tuple[int, int], float]:
+        """Median seconds of a step that each rank works on each block, by (rank, block): teacher and student, without
+        updates and messages."""
+        spent: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        for event in self.events:
+            if event.instruction.op in WORK and event.step in self.finished:
+                spent[event.rank, event.instruction.block or 0][event.step] += event.seconds
+        return {key: median(steps.values()) for key, steps in spent.items()}
 
     def __str__(self) -> str:
         ops = list(dict.fromkeys(i.op for own in self.program.ranks for i in own))

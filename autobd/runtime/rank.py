@@ -17,7 +17,7 @@ from ..parts.channels import ChannelMaps
 from ..parts.form import Form
 from ..parts.part import Part, StudentPart
 from ..parts.randomness import keyed, student_seed
-from ..parts.student import ShareLosses, Student
+from ..parts.student import BlockState, ShareLosses, Student
 from ..program import Op, Program
 from ..ranks import Header, Lost, Peers
 from ..recipe.losses import mean_square, precise
@@ -34,9 +34,18 @@ class Rank(Exchange):
         parts: the block pairs that this rank runs, with students where it trains them.
         seed: as for `distill`.
         peers: the way to the other ranks.
+        states: what blocks go on from that have been trained before.
     """
 
-    def __init__(self, number: int, program: Program, parts: Mapping[int, Part], seed: int, peers: Peers) -> None:
+    def __init__(
+        self,
+        number: int,
+        program: Program,
+        parts: Mapping[int, Part],
+        seed: int,
+        peers: Peers,
+        states: Mapping[int, BlockState] | None = None,
+    ) -> None:
         super().__init__(number, program, _on(parts, peers.device), peers)
         self.seed = seed
         students = {b: part.student for b, part in self.parts.items() if part.student is not None}
@@ -45,6 +54,8 @@ class Rank(Exchange):
         self.maps = ChannelMaps({b: (s.before, s.behind) for b, s in students.items()}, like)
         for block, student in self.students.items():
             student.train_too(self.maps.of_block(block))
+            if states and block in states:
+                student.go_on(states[block], self.maps.tensors(block))
         _set_modes(self.parts)
         self.sums: dict[int, GradientSum] = {}
         self._reducers: dict[int, AllReduce] = {
@@ -206,11 +217,18 @@ class Rank(Exchange):
         """What training has changed, of the blocks whose first replica this is: tensors by their keys in the student,
         and channel maps."""
         found: dict[str, Tensor] = {}
-        for block, student in self.students.items():
-            if self.program.plan.assignments[self.assignment[block]].ranks[0] == self.number:
-                found |= {key: t.detach() for key, t in student.tensors.items()}
-                found |= {name: t.detach() for name, t in self.maps.tensors(block).items()}
+        for block, student in self._leading():
+            found |= {key: t.detach() for key, t in student.tensors.items()}
+            found |= {name: t.detach() for name, t in self.maps.tensors(block).items()}
         return found
+
+    def states(self) -> dict[int, BlockState]:
+        """What the same blocks are trained on from elsewhere, beside their weights."""
+        return {block: student.state(self.maps.tensors(block)) for block, student in self._leading()}
+
+    def _leading(self) -> list[tuple[int, Student]]:
+        first = [a.ranks[0] for a in self.program.plan.assignments]
+        return [(b, s) for b, s in self.students.items() if first[self.assignment[b]] == self.number]
 
     def refresh(self, values: Mapping[str, Tensor]) -> None:
         """Bring copies of weights that an earlier block trains up to date."""

@@ -3,6 +3,7 @@
 from .data import Batches, random_batches
 from .history import History
 from .loop import check_like, train, write_back
+from .moves import Moves
 from .own_rows import OwnRows
 
-__all__ = ["Batches", "History", "OwnRows", "check_like", "random_batches", "train", "write_back"]
+__all__ = ["Batches", "History", "Moves", "OwnRows", "check_like", "random_batches", "train", "write_back"]

@@ -25,6 +25,7 @@ class Collector:
     def __init__(self, rank: Rank, blocks: int, history: History) -> None:
         self._rank, self._blocks, self._history = rank, blocks, history
         self._steps: dict[int, list[dict[int, ShareLosses]]] = defaultdict(list)
+        self._times: dict[int, Tensor] = {}  # by rank, at the last epoch's end
 
     def add(self, step: int, losses: dict[int, ShareLosses]) -> None:
         """One rank's losses of a step; a step is complete when all ranks have reported it."""
@@ -48,10 +49,12 @@ class Collector:
     def weights(self) -> dict[str, Tensor]:
         """At an epoch's end: what training has changed, by key, from all ranks."""
         found = dict(self._rank.trained())
-        for receiver in self._rank.links.results.values():
+        self._times = {self._rank.number: self._rank.times()}
+        for rank, receiver in self._rank.links.results.items():
             while receiver.peek().kind != EPOCH:
                 self._report(receiver.take()[1])
-            found |= named(receiver.take()[1])
+            self._times[rank], *trained = receiver.take()[1]
+            found |= named(trained)
         return found
 
     def _report(self, tensors: Sequence[Tensor]) -> None:
@@ -59,7 +62,5 @@ class Collector:
             self.add(step, losses)
 
     def trace(self) -> Trace:
-        """After the last epoch: when all ranks did what."""
-        times = {self._rank.number: self._rank.times()}
-        times |= {rank: receiver.take()[1][0] for rank, receiver in self._rank.links.results.items()}
-        return joined(self._rank.program, times)
+        """At an epoch's end: when all ranks did what."""
+        return joined(self._rank.program, self._times)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..parts import Part, ShareLosses
+from ..parts import BlockState, Part, ShareLosses
 from ..planner import Plan
 from ..program import Program
 from ..ranks import EPOCH, STEP, Header, Peers, Sender
@@ -29,6 +29,7 @@ class Job:
         rank: its number; `program`: what all ranks do; `parts`: its block pairs; `seed`: as for `distill`.
         refreshed: ranks that hold copies of weights that another rank trains.
         reader: how the rank reads its own rows, with `Program.own_rows`.
+        states: what its blocks go on from, if they have been trained before.
     """
 
     rank: int
@@ -37,9 +38,10 @@ class Job:
     seed: int
     refreshed: tuple[int, ...]
     reader: Reader | None = None
+    states: Mapping[int, BlockState] = field(default_factory=dict)
 
     def start(self, peers: Peers) -> Rank:
-        return Rank(self.rank, self.program, self.parts, self.seed, peers)
+        return Rank(self.rank, self.program, self.parts, self.seed, peers, self.states)
 
 
 def blocks_run(plan: Plan, rank: int) -> list[int]:
@@ -48,7 +50,13 @@ def blocks_run(plan: Plan, rank: int) -> list[int]:
     return sorted({b for a in own for b in (*a.blocks, *plan.teacher_blocks(a))})
 
 
-def jobs(program: Program, parts: Sequence[Part], seed: int, reader: Reader | None = None) -> dict[int, Job]:
+def jobs(
+    program: Program,
+    parts: Sequence[Part],
+    seed: int,
+    reader: Reader | None = None,
+    states: Mapping[int, BlockState] | None = None,
+) -> dict[int, Job]:
     """The job of every rank that has something to do, and of rank 0."""
     plan = program.plan
     found = {}
@@ -57,13 +65,17 @@ def jobs(program: Program, parts: Sequence[Part], seed: int, reader: Reader | No
             continue
         trained = {b for a in plan.assignments if rank in a.ranks for b in a.blocks}
         own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in blocks_run(plan, rank)}
-        found[rank] = Job(rank, program, own, seed, (), reader)
+        known = {b: state for b, state in (states or {}).items() if b in trained}
+        found[rank] = Job(rank, program, own, seed, (), reader, known)
     refreshed = tuple(r for r, job in found.items() if any(p.student and p.student.stale for p in job.parts.values()))
     return {r: replace(job, refreshed=refreshed) for r, job in found.items()}
 
 
-def follow(job: Job, peers: Peers) -> None:
-    """Run steps as they come, until the rank before says stop; send losses and, at epoch ends, weights to rank 0."""
+def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
+    """Run steps as they come, until the rank before says stop; send losses and, at epoch ends, weights to rank 0.
+
+    Returns: what its blocks go on from, if rank 0 asks for that.
+    """
     rank, step = job.start(peers), job.program.compile(job.rank)
     links = rank.links
     assert links.report is not None
@@ -87,12 +99,13 @@ def follow(job: Job, peers: Peers) -> None:
         ended = True
         if coming.kind != EPOCH:
             break
-        links.report.send(coming, by_name(rank.trained()))
+        links.report.send(coming, [rank.times(), *by_name(rank.trained())])
         if job.rank in job.refreshed:
             rank.refresh(named(links.news.take()[1]))
-    links.report.send(coming, [rank.times()])
-    links.news.take()
+    links.report.send(coming)
+    states = rank.states() if links.news.take()[1] else {}
     links.join()
+    return states
 
 
 def by_name(values: Mapping[str, Tensor]) -> list[Tensor]:

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,11 @@ from ..blocks import Split
 from ..errors import InputError
 from ..graph import Arguments
 from ..graph.state import Attributes, module_tensors, untouched
-from ..parts import Part, parts_of
+from ..parts import BlockState, Part, parts_of
 from ..parts.channels import Place, between, plain_weights
 from ..parts.form import Form
-from ..program import Program, Trace
+from ..planner import Plan
+from ..program import Program, Trace, build
 from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
 from ..ranks.pickling import dumps
 from ..ranks.waiting import Waiter
@@ -34,6 +36,18 @@ from .own_rows import OwnRows
 from .sizes import Sizes
 
 _END = object()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How it went: losses; the program that ran last, and when every rank did what; trained channel maps."""
+
+    history: History
+    program: Program
+    trace: Trace
+    maps: dict[Place, Tensor]
+
+
 ToPair = Callable[[Any], tuple[Arguments, Arguments]]
 
 
@@ -48,7 +62,8 @@ def train(
     group: Group,
     teacher_writes: Sequence[str] = (),
     start: Mapping[str, Tensor] | None = None,
-) -> tuple[History, Trace, dict[Place, Tensor]]:
+    replan: Callable[[Program, Trace], Plan | None] = lambda program, trace: None,
+) -> Trained:
     """Train the student of `split` in place, on the ranks of `group`.
 
     The work is done on copies: the user's student changes at the end of each epoch and at no other time, so an error or
@@ -59,28 +74,42 @@ def train(
         progress: show a progress bar with the relative loss of each block.
         teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         start: values that tensors of the student begin with, by key.
-
-    Returns: the losses, when every rank did what, and the trained channel maps of adapters.
+        replan: asked at every epoch's end but the last: a plan to go on with, if it is to be another one.
 
     Errors: LossError and InputError as they occur, RankError for a rank that failed; they name the block and step.
     """
     reader = batches.reader if isinstance(batches, OwnRows) else None
-    given = jobs(program, _parts(split, recipe, start or {}), seed, reader)
-    loop = Loop(split, program, recipe, batches, to_pair, progress)
-    own = given.pop(0)
+    parts = _parts(split, recipe, start or {})
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         teacher = split.teacher.model
         tensors = dict(module_tensors(teacher).values())
         stack.enter_context(untouched(teacher, tensors=[tensors[path] for path in teacher_writes]))
         teacher.eval()
-        group.run(
-            lambda peers: loop.run(own, peers),
-            {rank: partial(follow, given.pop(rank)) for rank in list(given)},
-            loop.what,
+        total = recipe.steps or (batches.length * recipe.epochs if batches.length else None)
+        bar = stack.enter_context(
+            tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
         )
+        loop = Loop(split, program, recipe, batches, to_pair, bar, replan)
+        states: dict[int, BlockState] = {}
+        while True:
+            given = jobs(loop.program, parts, seed, reader, states)
+            del parts
+            own, found = given.pop(0), dict[int, dict[int, BlockState]]()
+            states = group.run(
+                partial(loop.run, own),
+                {rank: partial(follow, given.pop(rank)) for rank in list(given)},
+                loop.what,
+                found,
+            )
+            if loop.moves_to is None:
+                break
+            for of_rank in found.values():
+                states |= of_rank
+            parts = _parts(split, recipe, loop.values)
+            loop.program = build(loop.moves_to, split, program.own_input, program.own_rows)
     assert loop.trace is not None
-    return loop.history, loop.trace, loop.maps
+    return Trained(loop.history, loop.program, loop.trace, loop.maps)
 
 
 def _parts(split: Split, recipe: Recipe, start: Mapping[str, Tensor]) -> list[Part]:
@@ -95,50 +124,60 @@ class Loop:
     """What rank 0 does: feed batches to the steps, collect losses, write the student at epoch ends."""
 
     def __init__(
-        self, split: Split, program: Program, recipe: Recipe, batches: Batches, to_pair: ToPair, progress: bool
+        self,
+        split: Split,
+        program: Program,
+        recipe: Recipe,
+        batches: Batches,
+        to_pair: ToPair,
+        bar: Any,
+        replan: Callable[[Program, Trace], Plan | None],
     ) -> None:
         self.split, self.program, self.recipe, self.batches = split, program, recipe, batches
-        self.to_pair, self.progress = to_pair, progress
+        self.to_pair, self.bar, self.replan = to_pair, bar, replan
         self.history = History()
-        self.done = 0  # steps
+        self.done = self.epoch = 0  # steps and epochs
         self.refreshed: list[int] = []
+        self.values: dict[str, Tensor] = {}
         self.maps: dict[Place, Tensor] = {}
         self.trace: Trace | None = None
+        self.moves_to: Plan | None = None
+        self._started = time.perf_counter()
 
-    def run(self, job: Job, peers: Peers) -> None:
+    def run(self, job: Job, peers: Peers) -> dict[int, BlockState]:
+        """Train to the end, or until there is a plan to move to; then return what the rank's blocks go on from."""
         rank, step = job.start(peers), self.program.compile(0)
         sizes, self.refreshed = Sizes(self.split, self.program.batched), [r for r in job.refreshed if r != 0]
         collector = Collector(rank, len(self.split), self.history)
-        recipe, started = self.recipe, time.perf_counter()
-        total = recipe.steps or (self.batches.length * recipe.epochs if self.batches.length else None)
+        recipe, self.moves_to = self.recipe, None
         epochs = recipe.epochs if recipe.steps is None else recipe.steps
-        with tqdm(total=total, desc="distil", unit="step", disable=not self.progress, dynamic_ncols=True) as bar:
-            for epoch in range(epochs):
-                for batch, rows in self._read(self._epoch(epoch, rank), peers):
-                    pair = self.to_pair(batch)
-                    check_like(pair, self.split)
-                    number, forms = sizes.of(pair)
-                    if forms is not None:
-                        _announce(rank, number, forms, job)
-                    now = self.done / total if total else epoch / epochs
-                    rank.begin(Header(STEP, self.done, rows or pair[0].rows, progress=now, sizes=number))
-                    rank.run(step, pair)
-                    collector.add(self.done, rank.finish_step())
-                    collector.look()
-                    self.done += 1
-                    self._show(bar)
-                    if self.done == recipe.steps:
-                        break
-                self._end_epoch(rank, collector)
-                self.history.seconds = time.perf_counter() - started
-                self._show(bar)
+        while self.epoch < epochs and self.done != recipe.steps and self.moves_to is None:
+            for batch, rows in self._read(self._epoch(self.epoch, rank), peers):
+                pair = self.to_pair(batch)
+                check_like(pair, self.split)
+                number, forms = sizes.of(pair)
+                if forms is not None:
+                    _announce(rank, number, forms, job)
+                now = self.done / self.bar.total if self.bar.total else self.epoch / epochs
+                rank.begin(Header(STEP, self.done, rows or pair[0].rows, progress=now, sizes=number))
+                rank.run(step, pair)
+                collector.add(self.done, rank.finish_step())
+                collector.look()
+                self.done += 1
+                self._show()
                 if self.done == recipe.steps:
                     break
+            self._end_epoch(rank, collector)
+            self.epoch += 1
+            self.trace = collector.trace()
+            if self.epoch < epochs and self.done != recipe.steps:
+                self.moves_to = self.replan(self.program, self.trace)
         rank.links.pass_on(STOP, self.done)
+        ask = [torch.zeros(1)] if self.moves_to else []
         for sender in rank.links.announce.values():
-            sender.send(Header(STOP, self.done))
-        self.trace = collector.trace()
+            sender.send(Header(STOP, self.done), ask)
         rank.links.join()
+        return rank.states() if self.moves_to else {}
 
     def what(self, rank: int) -> str:
         """What a rank does, for errors."""
@@ -184,19 +223,21 @@ class Loop:
 
     def _end_epoch(self, rank: Rank, collector: Collector) -> None:
         rank.links.pass_on(EPOCH, self.done)
-        values = collector.weights()
+        self.values = values = collector.weights()
         self.history.epoch_ends.append(self.done)
         rank.refresh(values)
         for other in self.refreshed:
             rank.links.announce[other].send(Header(EPOCH, self.done), by_name(values))
         self.maps = between(self.split, values)
         write_back(values | plain_weights(self.split, values), self.split.student.model)
+        self.history.seconds = time.perf_counter() - self._started
+        self._show()
 
-    def _show(self, bar: Any) -> None:
+    def _show(self) -> None:
         if self.history.steps:
             losses = " ".join(f"{v:.3f}" for v in self.history.relative[-1])
-            bar.set_postfix_str(f"relative loss {losses}", refresh=False)
-        bar.update(self.history.steps - bar.n)
+            self.bar.set_postfix_str(f"relative loss {losses}", refresh=False)
+        self.bar.update(self.history.steps - self.bar.n)
 
 
 def _announce(rank: Rank, number: int, forms: Mapping[int, Form], job: Job) -> None:

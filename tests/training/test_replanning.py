@@ -1,0 +1,106 @@
+"""A run whose blocks take other times than planned moves them at an epoch's end, and computes the same."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from networks import mlp
+from plain import assert_equal_state, chained, plain_loop
+
+import autobd
+from autobd.costs import Profile
+
+NAMES = "012"
+CUTS = [(n, n) for n in NAMES[:-1]]
+ROWS, STEPS = 4, 6
+
+
+class Slow:
+    """The default loss in a few words, and a nap."""
+
+    def __call__(self, student, teacher):
+        time.sleep(0.02)
+        return (student - teacher).square().flatten(1).mean(1)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(ROWS, 6, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def models():
+    return mlp(16).double(), mlp(4, seed=1).double()
+
+
+def run(devices=2, recipe=None, **options):
+    """A run that was planned for a last block that takes the longest; in truth the first two do."""
+    teacher, student = models()
+    costs = Profile.of([1.0, 1.0, 6.0], [1.0, 1.0, 6.0], ROWS, devices=devices)
+    costs = costs.on(("cpu",) * devices, costs.kind_of, costs.nodes)
+    options = {"strategy": "tr+dpu", "epochs": 4, **options}
+    result = autobd.distill(
+        teacher, student, batches(), cuts=CUTS, devices=devices, threads=1, profile=costs, progress=False,
+        recipe=recipe or autobd.Recipe(logits=False, loss={0: Slow(), 1: Slow()}), **options,
+    )  # fmt: skip
+    return result, student
+
+
+def plainly(recipe, epochs=4):
+    """The same without ranks."""
+    teacher, student = models()
+    options = {"cuts": CUTS, "threads": 1, "progress": False, "epochs": epochs, "recipe": recipe}
+    autobd.distill(teacher, student, batches(), devices=1, **options)
+    return student
+
+
+@pytest.mark.timeout(90)
+def test_blocks_are_moved_and_the_result_is_that_of_one_rank_to_the_bit():
+    recipe = autobd.Recipe(logits=False, loss={0: Slow(), 1: Slow()})
+    result, student = run(recipe=recipe)
+    assert [a.blocks for a in result.plan.assignments] == [(0,), (1, 2)]
+    assert result.program.plan == result.plan
+    assert result.profile.source == "measured"
+    (note,) = [n for n in result.notes if n.startswith("planned again")]
+    assert "moved from 0-1 on 0 (4 rows); 2-2 on 1 (4 rows) to 0-0 on 0 (4 rows); 1-2 on 1 (4 rows)" in note
+    assert result.history.steps == 4 * STEPS
+    assert result.history.epoch_ends == [STEPS * n for n in range(1, 5)]
+    assert_equal_state(student, plainly(recipe))
+
+
+@pytest.mark.timeout(90)
+def test_a_plain_loop_gives_the_same():
+    teacher, student = models()
+    with torch.no_grad():
+        boundary, scale = batches()[0], []
+        for block in teacher:
+            boundary = block(boundary)
+            scale.append(boundary.square().mean())
+    loss = {b: lambda s, t, b=b: Slow()(s, t) / scale[b] for b in (0, 1)}
+    plain_loop(teacher, student, chained(*NAMES), batches() * 4)
+    result, own = run(recipe=autobd.Recipe(logits=False, loss=loss))
+    assert any(n.startswith("planned again") for n in result.notes)
+    for name, value in own.state_dict().items():
+        assert torch.allclose(value, student.state_dict()[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.timeout(90)
+def test_moved_blocks_keep_momentum_schedule_and_replicas():
+    recipe = autobd.Recipe(
+        logits=False, loss={0: Slow(), 1: Slow()}, lr=lambda block, progress: 0.01 * (1 - progress), clip=0.5,
+        optimizer=partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    )  # fmt: skip
+    result, student = run(devices=3, strategy="ahd", recipe=recipe)
+    assert any(n.startswith("planned again") for n in result.notes)
+    expected = plainly(recipe).state_dict()
+    for name, value in student.state_dict().items():
+        assert torch.allclose(value, expected[name], rtol=0, atol=1e-10), name
+
+
+@pytest.mark.timeout(90)
+def test_moving_can_be_switched_off():
+    result, _ = run(replan=False)
+    assert [a.blocks for a in result.plan.assignments] == [(0, 1), (2,)]
+    assert not any("planned again" in n for n in result.notes)
+    result, _ = run(strategy=result.plan)
+    assert [a.blocks for a in result.plan.assignments] == [(0, 1), (2,)]
