@@ -1,15 +1,27 @@
 """A run whose blocks take other times than planned moves them at an epoch's end, and computes the same."""
 
+import copy
+import os
 import time
 from functools import partial
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
 from networks import mlp
 from plain import assert_equal_state, chained, plain_loop
+from shares import Serial, adapters_of, pairs, plans
+from shares import batches as random_batches
 
 import autobd
+from autobd import ranks
+from autobd.cluster import Cluster
 from autobd.costs import Profile
+from autobd.errors import PlanError, SplitError
+from autobd.graph import Arguments
+from autobd.program import build
+from autobd.training import Batches, train
 
 NAMES = "012"
 CUTS = [(n, n) for n in NAMES[:-1]]
@@ -104,3 +116,55 @@ def test_moving_can_be_switched_off():
     assert not any("planned again" in n for n in result.notes)
     result, _ = run(strategy=result.plan)
     assert [a.blocks for a in result.plan.assignments] == [(0, 1), (2,)]
+
+
+@pytest.fixture(scope="module")
+def group():
+    with ranks.open(Cluster(("cpu",) * 3), timeout=20, threads=1) as opened:
+        yield opened
+
+
+@pytest.mark.timeout(120)
+@settings(
+    max_examples=int(os.environ.get("AUTOBD_EXAMPLES", "10")), deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+@given(st.data())
+def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
+    tied, image = data.draw(st.booleans()), data.draw(st.booleans())
+    teacher, student = data.draw(pairs(image and not tied, tied))
+    mine, given_batches = copy.deepcopy(student), data.draw(random_batches(image and not tied))
+    recipe = autobd.Recipe(
+        logits=False, epochs=3, lr=lambda block, progress: 1e-3 * (2 - progress),
+        optimizer=partial(torch.optim.AdamW, eps=1e-5), block_input=data.draw(st.sampled_from(["teacher", "student"])),
+    )  # fmt: skip
+    cuts = list(zip(teacher.cuts, student.cuts, strict=True))
+    try:
+        found = autobd.split(
+            teacher, student, given_batches[0], cuts=cuts, logits=False, adapters=data.draw(ADAPTERS), ties="first"
+        )
+        verification = found.verify()
+        found = found.fit(found.teacher.example, verification.teacher_writes)
+        own_input = recipe.block_input == "student"
+        todo = [data.draw(plans(len(found), group.cluster.devices, replicas=False)) for _ in range(3)]
+        programs = [build(p, found, own_input=own_input) for p in todo]
+    except (PlanError, SplitError):
+        assume(False)
+    moves = iter(todo[1:])
+    arguments = lambda batch: (Arguments.from_batch(batch, teacher), Arguments.from_batch(batch, student))  # noqa: E731
+    result = train(
+        found, programs[0], recipe, Batches(given_batches, None, 3), arguments, 3, False, group,
+        verification.teacher_writes, {}, lambda program, trace: next(moves),
+    )  # fmt: skip
+    serial = Serial(teacher, mine, adapters_of(found), todo[0], recipe, own_input, False, 3)
+    losses = serial.train(given_batches, 3)
+    torch.testing.assert_close(result.history.losses, losses, rtol=0, atol=0)
+    folded = {f"{name}.weight" for a in adapters_of(found).values() for name in a.folds}
+    for name, value in mine.state_dict().items():
+        close = 1e-10 if name in folded else 0
+        torch.testing.assert_close(student.state_dict()[name], value, rtol=close, atol=close)
+    assert result.program.plan == todo[-1]
+
+
+ADAPTERS = st.sampled_from(["auto", "matched"])
