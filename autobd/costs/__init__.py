@@ -2,8 +2,8 @@
 
 from ..hardware import Link
 from .analytic import analytic
-from .curve import Curve
+from .curve import Curve, at_rows
 from .measured import profile
 from .profiles import BlockCosts, Kind, Profile
 
-__all__ = ["BlockCosts", "Curve", "Kind", "Link", "Profile", "analytic", "profile"]
+__all__ = ["BlockCosts", "Curve", "Kind", "Link", "Profile", "analytic", "at_rows", "profile"]

@@ -7,6 +7,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from ..errors import InputError
 
 
@@ -57,3 +60,22 @@ class Curve:
         if math.isinf(v1) and rows > r0:
             return math.inf
         return max(v0 + (v1 - v0) * (rows - r0) / (r1 - r0) if math.isfinite(v1) else v0, 0.0)
+
+
+def at_rows(curves: Sequence[Curve], rows: Sequence[int]) -> Tensor:
+    """`Curve.at` of every curve (first axis) at every number of rows (second axis), in double precision."""
+    found = torch.empty(len(curves), len(rows), dtype=torch.float64)
+    wanted = torch.tensor(rows, dtype=torch.float64)
+    for known in {c.rows for c in curves}:
+        where = [i for i, c in enumerate(curves) if c.rows == known]
+        values = torch.tensor([curves[i].values for i in where], dtype=torch.float64)
+        ends = torch.tensor(known, dtype=torch.float64)
+        if len(known) == 1:
+            own = values * wanted / ends
+        else:
+            i = torch.searchsorted(ends, wanted).clamp(1, len(known) - 1)
+            (r0, r1), (v0, v1) = (ends[i - 1], ends[i]), (values[:, i - 1], values[:, i])
+            line = torch.where(v1.isfinite(), v0 + (v1 - v0) * (wanted - r0) / (r1 - r0), v0)
+            own = torch.where(v1.isinf() & (wanted > r0), torch.inf, line.clamp(min=0.0))
+        found[where] = torch.where(wanted > 0, own, 0.0)
+    return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..costs import Profile
 from .plan import Assignment, Plan, Prediction
 
-SLOTS = 5  # buffers of an edge: two that are sent, two posted receives and the one that is read
+RECEIVING, SENDING = 3, 2  # buffers of an edge: two posted receives and the one that is read; two that are sent
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ def predict(plan: Plan, profile: Profile) -> Prediction:
         done = start + max(load.ahead + load.behind for load in loads)
         end = max(end, done if plan.barrier else done + max(load.update for load in loads))
         together = max(load.total for load in loads)  # replicas wait for each other
+        relays = before is not None, plan.after(a) is not None
+        held = {rows: stage_bytes(profile, plan.teacher_blocks(a), a.blocks, rows, relays) for rows in set(a.rows)}
         for rank, rows in zip(a.ranks, a.rows, strict=True):
             busy[rank] += together
-            relays = before is not None, plan.after(a) is not None
-            memory[rank] += stage_bytes(profile, plan.teacher_blocks(a), a.blocks, rows, relays)
+            memory[rank] += held[rows]
     scatter = sum(
         profile.link(0, r).seconds(profile.input_bytes * rows)
         for a in plan.assignments
@@ -59,10 +60,14 @@ def loads_of(plan: Plan, assignment: Assignment, profile: Profile) -> list[Load]
     before, after = plan.before(assignment), plan.after(assignment)
     came = before.ranks[-1] if before else None
     goes = after.ranks[0] if after else None
-    return [
-        load(profile, plan.teacher_blocks(assignment), assignment.blocks, assignment.ranks, rank, rows, came, goes)
-        for rank, rows in zip(assignment.ranks, assignment.rows, strict=True)
-    ]
+    kinds = [(profile.kind_of[rank], rows) for rank, rows in zip(assignment.ranks, assignment.rows, strict=True)]
+    found = {
+        (kind, rows): load(
+            profile, plan.teacher_blocks(assignment), assignment.blocks, assignment.ranks, kind, rows, came, goes
+        )
+        for kind, rows in set(kinds)
+    }
+    return [found[key] for key in kinds]
 
 
 def load(
@@ -70,7 +75,7 @@ def load(
     teacher: Sequence[int],
     blocks: Sequence[int],
     ranks: Sequence[int],
-    rank: int,
+    kind: int,
     rows: int,
     came: int | None,
     goes: int | None,
@@ -79,10 +84,10 @@ def load(
 
     Arguments:
         teacher, blocks: the blocks of which it runs the teacher, and the student.
-        ranks: those that share the batch; `rank`, `rows`: this one and its share.
+        ranks: those that share the batch; `kind`, `rows`: of this one, and its share.
         came, goes: the nearest rank of the stage before and behind, if there is one.
     """
-    kind, costs = profile.kind_of[rank], profile.blocks
+    costs = profile.blocks
     relay = 0.0
     if came is not None:
         across = len({profile.nodes[r] for r in (*ranks, came)}) > 1
@@ -108,5 +113,8 @@ def stage_bytes(
     held += sum(costs[b].student_bytes + costs[b].gradient_bytes + costs[b].state_bytes for b in blocks)
     held += sum(costs[b].boundary for b in teacher) * rows + profile.input_bytes * rows
     held += max(costs[b].saved.at(rows) for b in blocks)
-    edges = [blocks[0] - 1] * relays[0] + [blocks[-1]] * relays[1]
-    return held + SLOTS * rows * sum(costs[b].boundary for b in edges)
+    if relays[0]:
+        held += RECEIVING * rows * costs[blocks[0] - 1].boundary
+    if relays[1]:
+        held += SENDING * rows * costs[blocks[-1]].boundary
+    return held

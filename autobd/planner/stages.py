@@ -10,15 +10,15 @@ be would hide one that fills sooner). Only what can still be part of a chain as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..costs import Link, Profile
-from .predict import SLOTS
+from ..costs import BlockCosts, Link, Profile, at_rows
+from .predict import RECEIVING, SENDING
 
 Stage = tuple[tuple[int, int], int]  # first unit and one past the last, number of devices
 _SAME = 1 + 1e-9
@@ -56,7 +56,7 @@ class Stages:
         self.units, self.devices = len(profile.units), len(profile.devices)
         self.most = min(self.devices, profile.batch_size) if replicas else 1
         self._borders = [0, *accumulate(len(u) for u in profile.units)]
-        self._sums = {k: self._of(k) for k in range(1, self.most + 1)}
+        self._sums = self._of_all()
         self._cache: dict[tuple[int, bool, bool, bool, bool], tuple[Tensor, Tensor]] = {}
         self._order = torch.ones(self.units + 1, self.units + 1, dtype=torch.bool).triu(1)
 
@@ -171,42 +171,46 @@ class Stages:
         low = torch.searchsorted(done, done[-1] - (self.devices - devices) * known * _SAME)
         return low.tolist(), high.clamp(max=self.units).tolist()
 
-    def _of(self, k: int) -> _Sums:
-        profile, rows = self.profile, -(-self.profile.batch_size // k)
-        costs, kind = profile.blocks, profile.kind_of[0]
+    def _of_all(self) -> dict[int, _Sums]:
+        """By number of devices."""
+        profile, kind = self.profile, self.profile.kind_of[0]
+        rows = [-(-profile.batch_size // k) for k in range(1, self.most + 1)]
+        borders = torch.tensor(self._borders)
 
-        def sums(value: Callable[[int], float]) -> Tensor:
-            ends = [0.0, *accumulate(value(b) for b in range(len(costs)))]
-            return torch.tensor([ends[b] for b in self._borders], dtype=torch.float64)
+        def sums(values: Tensor) -> Tensor:
+            """Running sums over blocks, at the borders of units; blocks are the last axis."""
+            return torch.nn.functional.pad(values.cumsum(-1), (1, 0))[..., borders]
 
-        ahead = sums(lambda b: costs[b].teacher[kind].at(rows))
-        border = torch.tensor([0.0, *(costs[b - 1].boundary * rows for b in self._borders[1:])], dtype=torch.float64)
-        border[-1] = 0.0
-        fits = None
+        def each(value: Callable[[BlockCosts], float]) -> Tensor:
+            return torch.tensor([value(b) for b in profile.blocks], dtype=torch.float64)
+
+        ahead = at_rows([b.teacher[kind] for b in profile.blocks], rows).T
+        behind = at_rows([b.student[kind] for b in profile.blocks], rows).T + each(lambda b: b.update[kind])
+        row = torch.tensor(rows, dtype=torch.float64)[:, None]
+        boundary = each(lambda b: b.boundary)
+        border = torch.nn.functional.pad(boundary, (1, 0))[borders] * row
+        border[:, -1] = 0.0
+        before, after = sums(ahead), sums(ahead + behind)
+        gradients = each(lambda b: b.gradient_bytes)
+        fits: Sequence[Tensor | None] = [None] * len(rows)
         if self.memory < torch.inf:
-            held = sums(
-                lambda b: (
-                    costs[b].teacher_bytes
-                    + costs[b].student_bytes
-                    + costs[b].gradient_bytes
-                    + costs[b].state_bytes
-                    + costs[b].boundary * rows
-                )
-            )
-            saved = torch.tensor(
-                [0.0, *(max(costs[b].saved.at(rows) for b in u) for u in profile.units)], dtype=torch.float64
-            )
-            most = saved.expand(self.units + 1, -1).triu(1).cummax(1).values
-            both = held[None, :] - held[:, None] + most + SLOTS * (border[None, :] + border[:, None])
-            fits = both + profile.input_bytes * rows <= self.memory
-        return _Sums(
-            ahead,
-            ahead + sums(lambda b: costs[b].student[kind].at(rows) + costs[b].update[kind]),
-            border,
-            sums(lambda b: costs[b].gradient_bytes),
-            sums(lambda b: float(costs[b].gradient_bytes > 0)),
-            fits,
-        )
+            weights = each(lambda b: b.teacher_bytes + b.student_bytes + b.gradient_bytes + b.state_bytes)
+            held = sums(weights + boundary * row)
+            blocks = at_rows([b.saved for b in profile.blocks], rows)
+            saved = torch.stack([blocks[list(u)].amax(0) for u in profile.units], 1)
+            fits = [self._fits(*of_k) for of_k in zip(held, saved, border, rows, strict=True)]
+        every = zip(before, after, border, fits, strict=True)
+        return {
+            k: _Sums(ahead, total, at, sums(gradients), sums((gradients > 0).double()), fit)
+            for k, (ahead, total, at, fit) in enumerate(every, start=1)
+        }
+
+    def _fits(self, held: Tensor, saved: Tensor, border: Tensor, rows: int) -> Tensor:
+        """Whether a stage from one border to another fits into memory."""
+        most = torch.nn.functional.pad(saved, (1, 0)).expand(self.units + 1, -1).triu(1).cummax(1).values
+        edges = RECEIVING * border[:, None] + SENDING * border[None, :]
+        both = held[None, :] - held[:, None] + most + edges
+        return both + self.profile.input_bytes * rows <= self.memory
 
 
 def _seconds(link: Link, size: Tensor) -> Tensor:

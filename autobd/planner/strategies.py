@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from ..costs import Profile
 from ..errors import InputError, PlanError, nearest
@@ -109,19 +110,22 @@ def _ir(profile: Profile, limits: Sequence[float]) -> Plan:
 
 def _ls(profile: Profile, limits: Sequence[float]) -> Plan:
     """Longest task first, each to the rank that is done with it first; a task includes the teacher's prefix."""
-    rows, costs, ranks = profile.batch_size, profile.blocks, range(len(profile.devices))
+    rows, costs, units, ranks = profile.batch_size, profile.blocks, profile.units, range(len(profile.devices))
+    alone: list[dict[Unit, float]] = []  # by kind
+    for kind in range(len(profile.kinds)):
+        prefix = list(accumulate(b.teacher[kind].at(rows) for b in costs))
+        own = [b.student[kind].at(rows) + b.update[kind] for b in costs]
+        alone.append({u: prefix[u[-1]] + sum(own[b] for b in u) for u in units})
 
     def work(unit: Unit, rank: int) -> float:
-        kind = profile.kind_of[rank]
-        ahead = sum(costs[b].teacher[kind].at(rows) for b in range(unit[-1] + 1))
-        return ahead + sum(costs[b].student[kind].at(rows) + costs[b].update[kind] for b in unit)
+        return alone[profile.kind_of[rank]][unit]
 
     loads = [0.0 for _ in ranks]
     owner: dict[Unit, int] = {}
-    for unit in sorted(profile.units, key=lambda u: (-max(work(u, r) for r in ranks), u)):
+    for unit in sorted(units, key=lambda u: (-max(work(u, r) for r in ranks), u)):
         owner[unit] = min(ranks, key=lambda r: (loads[r] + work(unit, r), r))
         loads[owner[unit]] += work(unit, owner[unit])
-    return _made(profile, "ls", [Assignment(u, (owner[u],), (rows,), "prefix") for u in profile.units])
+    return _made(profile, "ls", [Assignment(u, (owner[u],), (rows,), "prefix") for u in units])
 
 
 def _stages(strategy: str, replicas: bool) -> Callable[[Profile, Sequence[float]], Plan | None]:
