@@ -33,6 +33,7 @@ class Bench:
     Attributes:
         profile: measured before; `plans`: by strategy.
         predicted, measured: seconds of a step, by strategy; `rounds`: all that the measured medians are of.
+        memory: the most bytes that each rank has held, by strategy.
     """
 
     profile: Profile
@@ -40,6 +41,7 @@ class Bench:
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
     rounds: Mapping[str, tuple[float, ...]]
+    memory: Mapping[str, tuple[float, ...]]
 
     def __str__(self) -> str:
         ranks, batch = len(self.profile.devices), self.profile.batch_size
@@ -52,10 +54,12 @@ class Bench:
                 f"{seconds / self.predicted[name] - 1:+.1%}",
                 f"{self.measured['dp'] / seconds:.2f}" if "dp" in self.measured else "-",
                 f"{work / seconds:.2f}",
+                _bytes(p.memory) if (p := self.plans[name].prediction) is not None else "-",
+                _bytes(self.memory[name]),
             ]
             for name, seconds in self.measured.items()
         ]
-        heads = ["strategy", "predicted", "measured", "off by", "over dp", "efficiency"]
+        heads = ["strategy", "predicted", "measured", "off by", "over dp", "efficiency", "memory predicted", "measured"]
         return f"{self.profile}\n\n{table(heads, rows)}"
 
 
@@ -88,6 +92,7 @@ def bench(
     found = split(teacher, student, example, logits=recipe.logits, **options)
     batch, home = found.student.example.rows, next(student.parameters()).device
     seconds: dict[str, list[float]] = defaultdict(list)
+    memory: dict[str, list[Mapping[int, float]]] = defaultdict(list)
     data = [Arguments.of(example, teacher)] * steps
     with open_ranks(Cluster.of(devices, home), threads=threads) as group:
         costs = profile(found, group, batch, recipe, budget=budget, cached=False, progress=progress)
@@ -112,6 +117,7 @@ def bench(
             )
             ends = list(result.trace.finished.values())[_WARM:]
             seconds[name].append((ends[-1] - ends[0]) / (len(ends) - 1))
+            memory[name].append(result.trace.memory)
     predictions = {name: p.prediction for name, p in plans.items()}
     return Bench(
         costs,
@@ -119,4 +125,12 @@ def bench(
         {name: p.step for name, p in predictions.items() if p is not None},
         {name: median(found) for name, found in seconds.items()},
         {name: tuple(found) for name, found in seconds.items()},
+        {
+            name: tuple(max(m.get(rank, 0.0) for m in found) for rank in range(len(costs.devices)))
+            for name, found in memory.items()
+        },
     )
+
+
+def _bytes(ranks: Sequence[float]) -> str:
+    return ", ".join(quantity(b, "B") for b in ranks)

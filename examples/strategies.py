@@ -1,32 +1,19 @@
-"""Seconds of a step under every strategy on real ranks, side by side: `python examples/strategies.py [--rounds N]`.
+"""What a step of every strategy was predicted to take, and takes: `python examples/strategies.py [--rounds N]`.
 
-Two workloads, two ranks, one thread each: VGG-16 to a depthwise-separable one at 32 pixels, ResNet-50 to ResNet-18 at
-224. The strategies take turns on the same ranks. First the blocks are timed on one rank, while another process does the
-same on the other core. From these times come what each strategy should take, the stages of the last two rows, and the
-efficiency: half of all blocks' time over the step.
+Three workloads on two ranks, one thread each: VGG-16 to a depthwise-separable one at 32 pixels, with a block for each
+convolution; ResNet-50 to ResNet-18 at 224 pixels; BERT with 6 layers to 3. The blocks are measured first, on both ranks
+at once; the plans and what they should take follow from that, before anything is run (`autobd.bench`).
 """
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
-from collections import defaultdict
+from statistics import median
 
 import torch
 import torchvision
-from tabulate import tabulate
 from torch import nn
+from transformers import BertConfig, BertModel
 
 import autobd
-from autobd import ranks
-from autobd.cluster import Cluster
-from autobd.planner import Assignment, Plan
-from autobd.program import Op
-
-STRATEGIES = ("dp", "ls", "tr", "tr+dpu", "ir", "ahd")
-MEASURED = ("tr, stages by block times", "tr+dpu, stages by block times")
-FULL = 4  # steps until the pipeline is full
 
 
 def vgg():
@@ -46,119 +33,57 @@ def depthwise(model):
     return model
 
 
-# Models, inputs, and how many blocks: one for each convolution of VGG-16, else what is found.
+def bert(layers):
+    return BertModel(
+        BertConfig(hidden_size=384, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=1536)
+    )
+
+
+# Teacher, student, an example, and how many blocks (None: what is found).
 WORKLOADS = {
-    "vgg16 -> depthwise, 32 px, batch 64": (vgg, lambda: depthwise(vgg()), (64, 3, 32, 32), 13),
+    "vgg16 -> depthwise, 32 px, batch 64": (vgg, lambda: depthwise(vgg()), lambda: torch.randn(64, 3, 32, 32), 13),
     "resnet50 -> resnet18, 224 px, batch 16": (
         torchvision.models.resnet50,
         torchvision.models.resnet18,
-        (16, 3, 224, 224),
+        lambda: torch.randn(16, 3, 224, 224),
+        None,
+    ),
+    "bert 6 -> 3 layers, 64 tokens, batch 32": (
+        lambda: bert(6),
+        lambda: bert(3),
+        lambda: {"input_ids": torch.randint(1000, (32, 64)), "attention_mask": torch.ones(32, 64, dtype=torch.int64)},
         None,
     ),
 }
 
 
-def run(workload, steps, devices, strategy="auto"):
-    """The result, and the mean seconds of a step once the pipeline is full, to its end on the last rank."""
-    torch.manual_seed(0)
-    teacher, student, size, blocks = WORKLOADS[workload]
-    data = [torch.randn(size)] * steps
-    result = autobd.distill(
-        teacher(), student(), data, devices=devices, strategy=strategy, blocks=blocks, threads=1,
-        progress=False,
-    )  # fmt: skip
-    ends = list(result.trace.finished.values())[FULL:]
-    return result, (ends[-1] - ends[0]) / (len(ends) - 1)
-
-
-def block_times(workload, steps):
-    """Seconds of a step of each teacher block and of each student block, on one rank."""
-    spent = defaultdict(float)
-    for event in run(workload, steps, 1)[0].trace.events:
-        if event.step >= FULL and event.instruction.block is not None:
-            spent[event.instruction.op is Op.TEACHER_FORWARD, event.instruction.block] += event.seconds / (steps - FULL)
-    blocks = range(1 + max(block for _, block in spent))
-    return [[spent[teacher, b] for b in blocks] for teacher in (True, False)]
-
-
-def alone(workload, steps):
-    """`block_times`, while the same runs on the other core: the mean of both."""
-    command = [sys.executable, __file__, "--alone", workload, "--steps", str(steps)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    found = torch.tensor([json.loads(p.communicate()[0]) for p in processes])
-    return found.mean(0).tolist()
-
-
-def predicted(plan, times):
-    """Seconds of a step, with communication and smaller batches for nothing. Where a barrier ends every step, a stage
-    waits in each for the teachers before it."""
-    teacher, student = times
-    loads, ready = [0.0] * len(plan.devices), 0.0
-    for a in plan.assignments:
-        before = sum(teacher[b] for b in plan.teacher_blocks(a))
-        work = before + sum(student[b] for b in a.blocks)
-        for rank, rows in zip(a.ranks, a.rows, strict=True):
-            loads[rank] += work * rows / plan.batch_size + (ready if plan.barrier else 0)
-        ready += before
-    return max(loads)
-
-
-def by_block_times(strategy, rows, devices, times):
-    """The best two stages."""
-    blocks = range(len(times[0]))
-    plans = [
-        Plan(
-            strategy.partition(",")[0],
-            rows,
-            devices,
-            (Assignment((*blocks[:k],), (0,), (rows,), "relay"), Assignment((*blocks[k:],), (1,), (rows,), "relay")),
-        )
-        for k in blocks[1:]
-    ]
-    return min(plans, key=lambda plan: predicted(plan, times))
-
-
-def compare(workload, rounds, steps):
-    seconds, devices, found = defaultdict(list), ("cpu", "cpu"), []
-    with ranks.open(Cluster(devices), threads=1) as group:
-        for _ in range(rounds):
-            found.append(alone(workload, steps))
-            times = torch.tensor(found).median(0).values.tolist()
-            plans = {name: by_block_times(name, WORKLOADS[workload][2][0], devices, times) for name in MEASURED}
-            for name in (*STRATEGIES, *MEASURED):
-                result, mean = run(workload, steps, group, plans.get(name, name))
-                plans[name] = result.plan
-                seconds[name].append(mean)
-    half = sum(map(sum, times)) / 2
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    rows = [
-        (n, 1000 * predicted(plans[n], times), 1000 * s, medians["dp"] / s, half / s, *(stages(plans[n], n)))
-        for n, s in medians.items()
-    ]
-    print(f"\n{workload}: {rounds} rounds of {steps} steps; best: {min(medians, key=medians.get)}\n")
-    headers = ["strategy", "block times say, ms", "ms a step", "speed-up over dp", "efficiency", "blocks of rank 0"]
-    print(tabulate(rows, headers, "github", floatfmt=("", ".0f", ".0f", ".2f", ".2f", "")))
-    print()
-    table = [[b, 1000 * t, 1000 * s] for b, (t, s) in enumerate(zip(*times, strict=True))]
-    print(tabulate(table, ["block", "teacher ms", "student ms"], "github", floatfmt=".0f"), flush=True)
-
-
-def stages(plan, name):
-    own = sorted(b for a in plan.assignments if 0 in a.ranks for b in a.blocks)
-    return ["" if name in ("dp", "ir") else ", ".join(map(str, own))]
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--workloads", default="vgg,resnet,bert")
     options = parser.parse_args()
-    if options.alone:
-        print(json.dumps(block_times(options.alone, options.steps)))
-        return
-    for workload in WORKLOADS:
-        compare(workload, options.rounds, options.steps)
+    times, peaks = {}, {}
+    for name, (teacher, student, example, blocks) in WORKLOADS.items():
+        if not any(name.startswith(wanted) for wanted in options.workloads.split(",")):
+            continue
+        torch.manual_seed(0)
+        found = autobd.bench(
+            teacher(), student(), example(), devices=["cpu"] * 2, threads=1, rounds=options.rounds, steps=options.steps,
+            blocks=blocks,
+        )  # fmt: skip
+        print(f"\n{name}\n{found}", flush=True)
+        times |= {(name, s): t / found.predicted[s] - 1 for s, t in found.measured.items()}
+        peaks |= {
+            (name, s, f"rank {rank}"): found.memory[s][rank] / said - 1
+            for s, plan in found.plans.items()
+            for rank, said in enumerate(plan.prediction.memory)
+        }
+    for what, errors in (("step times", times), ("peak memory", peaks)):
+        sizes = {key: abs(e) for key, e in errors.items()}
+        worst = max(sizes, key=sizes.get)
+        print(f"{what}: {len(sizes)} predictions, off by {median(sizes.values()):.1%} (median), at most "
+              f"{sizes[worst]:.1%} ({', '.join(worst)})")  # fmt: skip
 
 
 if __name__ == "__main__":

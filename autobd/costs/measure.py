@@ -1,15 +1,17 @@
-"""What one rank measures: a block pair at several numbers of rows, and the ways to other ranks. All ranks do it at
-once, as they will when they train."""
+"""What one rank measures: block pairs at several numbers of rows, in turn as in a step. All ranks do it at once, as
+they will when they train."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..blocks.verify import set_mode
 from ..parts import Part, Student
 from ..parts.channels import ChannelMaps
-from ..ranks import Header, Peers
+from ..ranks import Peers
+from ..ranks.memory import Peak
 from ..ranks.message import dense
 from ..recipe.losses import mean_square, precise
 
-_WARM, _LEAST, _MOST = 2, 3, 50  # times that a thing is done
-_MESSAGES = 8
+_WARM, _LEAST, _MOST = 2, 3, 50  # times that a thing is done; memory is measured in the second
+Boundary = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -38,138 +41,149 @@ class Measured:
     saved: float
 
 
+NOT_FITTING = Measured(math.inf, math.inf, 0.0, 0.0, math.inf)
+
+
 @dataclass(frozen=True)
-class MeasureBlock:
-    """A job: the block pair at each number of rows.
+class MeasureBlocks:
+    """A job: consecutive block pairs at each number of rows.
+
+    As in a step, all teachers run before the students, each block once: again and again in turn, so that every one
+    finds the caches as the others leave them.
 
     Attributes:
-        part: the block pair; `boundary`: what comes before it, of a whole batch; `teacher`, `student`: the inputs that
-            its two sides read.
+        parts: the block pairs; `boundary`: what comes before the first, of a whole batch; `teacher`, `student`: all
+            input tensors of the two models.
         folded: rows of each tensor of the boundary that belong to one row of the batch.
         rows: to measure at; `seconds`: how long, for each.
     """
 
-    part: Part
-    boundary: tuple[Tensor, ...]
-    teacher: tuple[Tensor, ...]
-    student: tuple[Tensor, ...]
+    parts: tuple[Part, ...]
+    boundary: Boundary
+    teacher: Boundary
+    student: Boundary
     folded: tuple[int, ...]
     batch: int
     rows: tuple[int, ...]
     seconds: float
 
-    def __call__(self, peers: Peers) -> dict[int, Measured]:
-        part = self.part
-        on = peers.device
-        part.teacher.to(on)
-        assert part.student is not None
-        part.student.module.to(on)
-        set_mode([part.teacher], False)
-        set_mode([part.student.module], True)
-        like = next((p for p in part.student.module.parameters() if p.is_floating_point()), torch.zeros((), device=on))
-        student = Student(part.student, like)
-        maps = ChannelMaps({part.block: (part.student.before, part.student.behind)}, like)
-        student.train_too(maps.of_block(part.block))
-        return {rows: self._at(rows, student, maps, on) for rows in self.rows}
+    def __call__(self, peers: Peers, told: Callable[[int], Any] = lambda blocks: None) -> list[dict[int, Measured]]:
+        """By block and rows; `told` is called when so many blocks have been measured at a number of rows."""
+        on, students = peers.device, []
+        for part in self.parts:
+            assert part.student is not None
+            part.teacher.to(on)
+            part.student.module.to(on)
+            set_mode([part.teacher], False)
+            set_mode([part.student.module], True)
+        weights = [p for part in self.parts if part.student for p in part.student.module.parameters()]
+        like = next((p for p in weights if p.is_floating_point()), torch.zeros((), device=on))
+        maps = ChannelMaps({p.block: (p.student.before, p.student.behind) for p in self.parts if p.student}, like)
+        for part in self.parts:
+            assert part.student is not None
+            students.append(Student(part.student, like))
+            students[-1].train_too(maps.of_block(part.block))
+        found = []
+        for rows in self.rows:
+            found.append(_Blocks(self, rows, students, maps, on).run())
+            told(len(students))
+        return [dict(zip(self.rows, of_block, strict=True)) for of_block in zip(*found, strict=True)]
 
-    def _at(self, rows: int, student: Student, maps: ChannelMaps, device: torch.device) -> Measured:
-        part, block = self.part, self.part.block
-        assert part.student is not None
-        boundary = [t[: rows * f].to(device) for t, f in zip(self.boundary, self.folded, strict=True)]
-        given = [[self._rows(t, rows).to(device) for t in side] for side in (self.teacher, self.student)]
-        entering = [maps.enter(block, i, a(t)) for i, (a, t) in enumerate(zip(student.before, boundary, strict=True))]
-        times: dict[str, list[float]] = {"teacher": [], "student": [], "update": []}
-        saved: dict[int, int] = {}
-        clock = _clock(device)
+
+class _Blocks:
+    """The blocks of a job at one number of rows."""
+
+    def __init__(
+        self, job: MeasureBlocks, rows: int, students: list[Student], maps: ChannelMaps, device: torch.device
+    ) -> None:
+        self.job, self.students, self.maps, self.device = job, students, maps, device
+        self.boundary = tuple(t[: rows * f].to(device) for t, f in zip(job.boundary, job.folded, strict=True))
+        self.given = [
+            [(t[:rows] if t.ndim and t.shape[0] == job.batch else t).to(device) for t in side]
+            for side in (job.teacher, job.student)
+        ]
+        self.clock = _clock(device)
+        self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.bytes = [0.0] * len(students)
+
+    def run(self) -> list[Measured]:
+        blocks = range(len(self.students))
         try:
-            end, done = time.perf_counter() + self.seconds, 0
+            end, done = time.perf_counter() + self.job.seconds, 0
             while done < _WARM + _LEAST or (done < _WARM + _MOST and time.perf_counter() < end):
-                start = clock()
-                with torch.no_grad():
-                    made = part.teacher(*boundary, *given[0])
-                    made = [dense(t) for t in made]
-                    after_teacher = clock()
-                    targets = [precise(student.behind[i](made[i])) for i in part.student.distilled]
-                    student.normalisers = student.normalisers or [mean_square(t) for t in targets]
-                with torch.enable_grad(), _noting(saved, student) if done == 0 else nullcontext():
-                    loss = student.forward(
-                        entering, given[1], targets, partial(maps.leave, block), f"block {block}", False
-                    )
-                if loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                student.output = None
-                del loss
-                after_student = clock()
-                student.step()
-                after_update = clock()
-                if done >= _WARM:
-                    times["teacher"].append(after_teacher - start)
-                    times["student"].append(after_student - after_teacher)
-                    times["update"].append(after_update - after_student)
+                self._step(done)
                 done += 1
         except (torch.OutOfMemoryError, MemoryError):
-            return Measured(math.inf, math.inf, 0.0, 0.0, math.inf)
+            return [NOT_FITTING for _ in blocks]
         except RuntimeError as error:
             if "not enough memory" not in str(error):  # what the CPU's allocator says
                 raise
-            return Measured(math.inf, math.inf, 0.0, 0.0, math.inf)
-        low, middle, high = quantiles(times["student"], n=4)
-        return Measured(
-            median(times["teacher"]),
-            middle,
-            median(times["update"]),
-            (high - low) / middle if middle else 0.0,
-            float(sum(saved.values())),
-        )
+            return [NOT_FITTING for _ in blocks]
+        return [self._measured(b) for b in blocks]
 
-    def _rows(self, tensor: Tensor, rows: int) -> Tensor:
-        return tensor[:rows] if tensor.ndim and tensor.shape[0] == self.batch else tensor
+    def _step(self, number: int) -> None:
+        """All teachers, then all students."""
+        boundaries, note = [self.boundary], number == 1
+        for b, part in enumerate(self.job.parts):
+            peak = Peak(self.device) if note else None
+            start = self.clock()
+            with torch.no_grad():
+                inputs = [self.given[0][i] for i in part.inputs]
+                boundaries.append(tuple(dense(t) for t in part.teacher(*boundaries[-1], *inputs)))
+            self._note("teacher", b, number, self.clock() - start)
+            if peak is not None:
+                self._needed(b, peak.bytes - sum(map(_bytes, boundaries[-1])))
+        for b, student in enumerate(self.students):
+            peak = Peak(self.device) if note else None
+            saved: dict[int, int] = {}
+            with _noting(saved, student) if number == 0 else nullcontext():
+                gradients = self._student(b, student, boundaries[b], boundaries[b + 1], number)
+            self._needed(b, float(sum(saved.values())))
+            if peak is not None:
+                self._needed(b, peak.bytes - gradients)
+
+    def _student(self, b: int, student: Student, before: Boundary, after: Boundary, number: int) -> int:
+        """One student's step. Returns: bytes of its gradients."""
+        block = self.job.parts[b].block
+        start = self.clock()
+        with torch.no_grad():
+            targets = [precise(student.behind[i](after[i])) for i in student.part.distilled]
+            student.normalisers = student.normalisers or [mean_square(t) for t in targets]
+        entering = [
+            self.maps.enter(block, i, adapter(t))
+            for i, (adapter, t) in enumerate(zip(student.before, before, strict=True))
+        ]
+        inputs = [self.given[1][i] for i in student.part.inputs]
+        with torch.enable_grad():
+            loss = student.forward(entering, inputs, targets, partial(self.maps.leave, block), f"block {block}", False)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        student.output = None
+        del loss
+        middle = self.clock()
+        gradients = sum(_bytes(p.grad) for p in student.parameters if p.grad is not None)
+        student.step()
+        self._note("student", b, number, middle - start)
+        self._note("update", b, number, self.clock() - middle)
+        return gradients
+
+    def _note(self, what: str, b: int, number: int, seconds: float) -> None:
+        if number >= _WARM:
+            self.times[what, b].append(seconds)
+
+    def _needed(self, b: int, size: float) -> None:
+        if size > self.bytes[b]:  # not where it is unknown
+            self.bytes[b] = size
+
+    def _measured(self, b: int) -> Measured:
+        low, middle, high = quantiles(self.times["student", b], n=4)
+        spread = (high - low) / middle if middle else 0.0
+        teacher, update = (median(self.times[what, b]) for what in ("teacher", "update"))
+        return Measured(teacher, middle, update, spread, self.bytes[b])
 
 
-@dataclass(frozen=True)
-class MeasureLinks:
-    """A job: seconds of a message between ranks 0 and 1, and of an all-reduce over all, at two sizes in bytes."""
-
-    sizes: tuple[int, int]
-
-    def __call__(self, peers: Peers) -> tuple[list[float], list[float]]:
-        tensors = [torch.zeros(max(1, size // 4), device=peers.device) for size in self.sizes]
-        reducer = peers.reducer(range(peers.size))
-        there = back = None
-        if peers.rank == 0:
-            there, back = peers.sender(1, 0, 2, "a test message"), peers.receiver(1, 1, "a test message")
-        elif peers.rank == 1:
-            back, there = peers.receiver(0, 0, "a test message"), peers.sender(0, 1, 2, "a test message")
-        messages, sums = [], []
-        for tensor in tensors:
-
-            def ping(tensor: Tensor = tensor) -> None:
-                """There and back."""
-                for _ in range(_MESSAGES):
-                    if peers.rank == 0:
-                        there.send(Header(), [tensor])  # type: ignore[union-attr]
-                        back.take()  # type: ignore[union-attr]
-                    elif peers.rank == 1:
-                        back.take()  # type: ignore[union-attr]
-                        there.send(Header(), [tensor])  # type: ignore[union-attr]
-
-            def reduce(tensor: Tensor = tensor) -> None:
-                for _ in range(_MESSAGES):
-                    reducer([tensor]).result(peers.patience)
-
-            messages.append(_per_message(ping) / 2)
-            sums.append(_per_message(reduce))
-        return messages, sums
-
-
-def _per_message(function: Callable[[], None]) -> float:
-    function()  # to make room
-    found = []
-    for _ in range(_LEAST):
-        start = time.perf_counter()
-        function()
-        found.append((time.perf_counter() - start) / _MESSAGES)
-    return median(found)
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -8,15 +8,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..blocks import Split
 from ..cluster import Cluster
-from ..graph import Arguments
 from ..graph.state import module_tensors, untouched
 from ..hardware import Link
 from ..parts import Part, parts_of
@@ -26,7 +25,8 @@ from ..recipe import Recipe
 from . import cache
 from .analytic import analytic
 from .curve import Curve
-from .measure import MeasureBlock, Measured, MeasureLinks, medians, numbers_of_rows
+from .links import MeasureLinks
+from .measure import Boundary, MeasureBlocks, Measured, medians, numbers_of_rows
 from .profiles import BlockCosts, Kind, Profile
 
 
@@ -79,42 +79,39 @@ class _Measuring:
     def __init__(self, split: Split, group: Group, batch: int, recipe: Recipe, budget: float, progress: bool) -> None:
         self.split, self.group, self.batch, self.progress = split, group, batch, progress
         self.ranks = range(group.size)
+        self.examples = [a.head(batch) for a in (split.teacher.example, split.student.example)]
         self.rows = numbers_of_rows(batch, group.size)
-        self.seconds = budget / (len(split) + 1) / len(self.rows)
         student = copy.deepcopy(split.student.model).train()
         self.parts = parts_of(split, student, recipe)
         names = [_name(d) for d in group.cluster.devices]
         self.kinds = sorted(set(names))
         self.kind_of = tuple(self.kinds.index(n) for n in names)
+        self.memory = [_memory(name, self.kind_of.count(i)) for i, name in enumerate(self.kinds)]
+        self.base = analytic(split, Cluster(("CPU",) * group.size), batch)
+        self.seconds = budget / (len(self.rows) + 1)
 
     def run(self) -> Profile:
-        teacher, found = self.split.teacher.model, []
-        examples = [a.head(self.batch) for a in (self.split.teacher.example, self.split.student.example)]
-        boundary: tuple[Tensor, ...] = ()
-        folded: tuple[int, ...] = ()
+        teacher = self.split.teacher.model
         tensors = list(dict(module_tensors(teacher).values()).values())
         with (
             untouched(teacher, tensors=tensors),
             tqdm(
-                total=len(self.parts), desc="profile", unit="block", disable=not self.progress, dynamic_ncols=True
+                total=len(self.parts) * len(self.rows),
+                desc="profile",
+                unit="block",
+                disable=not self.progress,
+                dynamic_ncols=True,
             ) as bar,
         ):
             teacher.eval()
-            for part in self.parts:
-                found.append(self._block(part, boundary, folded, examples))
-                with torch.no_grad():
-                    given = [examples[0].tensors[i] for i in part.inputs]
-                    boundary = tuple(t.detach() for t in part.teacher(*boundary, *given))
-                folded = part.folded
-                bar.update()
-        base = analytic(self.split, Cluster(("CPU",) * len(self.ranks)), self.batch)
-        within, reduce = self._links(base)
-        blocks = tuple(self._costs(*pair) for pair in zip(found, base.blocks, strict=True))
+            found = self._all(bar.update)
+        within, reduce = self._links()
+        blocks = tuple(self._costs(*pair) for pair in zip(found, self.base.blocks, strict=True))
         return replace(
-            base,
+            self.base,
             blocks=blocks,
             devices=self.group.cluster.devices,
-            kinds=tuple(Kind(name, _memory(name, self.kind_of.count(i))) for i, name in enumerate(self.kinds)),
+            kinds=tuple(Kind(name, memory) for name, memory in zip(self.kinds, self.memory, strict=True)),
             kind_of=self.kind_of,
             nodes=self.group.cluster.hosts,
             within=within,
@@ -125,29 +122,69 @@ class _Measuring:
             spread=float(torch.tensor([m.spread for b in found for m in b[0].values()]).median()),
         )
 
-    def _block(
-        self, part: Part, boundary: tuple[Tensor, ...], folded: tuple[int, ...], examples: list[Arguments]
-    ) -> list[dict[int, Measured]]:
-        """What every rank measures of a block pair."""
-        assert part.student is not None
-        sides = [
-            tuple(arguments.tensors[i] for i in indices)
-            for arguments, indices in zip(examples, (part.inputs, part.student.inputs), strict=True)
-        ]
-        job = MeasureBlock(
-            copy.deepcopy(part), boundary, sides[0], sides[1], folded, self.batch, self.rows, self.seconds
-        )
-        return self._everywhere(job, f"block {part.block} for the profile")
+    def _all(self, told: Callable[[int], Any]) -> list[list[dict[int, Measured]]]:
+        """What every rank measures, by block; as many blocks at once as fit well into memory."""
+        found: list[list[dict[int, Measured]]] = []
+        boundary: Boundary = ()
+        folded: tuple[int, ...] = ()
+        start = 0
+        for stop in self._ends():
+            window = self.parts[start:stop]
+            measured = self._window(window, boundary, folded, told)
+            if len(window) > 1 and any(math.isinf(m.student) for b in measured for rank in b for m in rank.values()):
+                measured = []
+                for part in window:
+                    measured += self._window([part], boundary, folded, lambda blocks: None)
+                    boundary, folded = self._through([part], boundary)
+            else:
+                boundary, folded = self._through(window, boundary)
+            found += measured
+            start = stop
+        return found
 
-    def _everywhere(self, job: Callable[[Peers], Any], what: str) -> list[Any]:
+    def _ends(self) -> list[int]:
+        """One past the last block of each window."""
+        ends, held, most = [], 0.0, min(self.memory) / 2
+        for b, costs in enumerate(self.base.blocks):
+            own = costs.teacher_bytes + costs.student_bytes + costs.gradient_bytes + costs.state_bytes
+            own += costs.boundary * self.batch + costs.saved.at(self.batch)
+            if b and held + own > most:
+                ends.append(b)
+                held = 0.0
+            held += own
+        return [*ends, len(self.parts)]
+
+    def _through(self, parts: Sequence[Part], boundary: Boundary) -> tuple[Boundary, tuple[int, ...]]:
+        """The boundary behind teachers, and how many rows of each of its tensors belong to one of the batch."""
+        for part in parts:
+            with torch.no_grad():
+                given = [self.examples[0].tensors[i] for i in part.inputs]
+                boundary = tuple(t.detach() for t in part.teacher(*boundary, *given))
+        return boundary, parts[-1].folded
+
+    def _window(
+        self, parts: Sequence[Part], boundary: Boundary, folded: tuple[int, ...], told: Callable[[int], Any]
+    ) -> list[list[dict[int, Measured]]]:
+        """What every rank measures of consecutive block pairs, by block."""
+        tensors = [tuple(example.tensors) for example in self.examples]
+        job = MeasureBlocks(
+            tuple(copy.deepcopy(list(parts))), boundary, tensors[0], tensors[1], folded, self.batch, self.rows,
+            self.seconds * len(parts) / len(self.parts),
+        )  # fmt: skip
+        what = f"blocks {parts[0].block} to {parts[-1].block} for the profile"
+        return [list(of_block) for of_block in zip(*self._everywhere(job, what, partial(job, told=told)), strict=True)]
+
+    def _everywhere(
+        self, job: Callable[[Peers], Any], what: str, own_job: Callable[[Peers], Any] | None = None
+    ) -> list[Any]:
         results: dict[int, Any] = {}
-        own = self.group.run(job, {r: job for r in self.ranks[1:]}, lambda rank: what, results)
+        own = self.group.run(own_job or job, {r: job for r in self.ranks[1:]}, lambda rank: what, results)
         return [own, *(results[r] for r in self.ranks[1:])]
 
-    def _links(self, base: Profile) -> tuple[Link, Link]:
+    def _links(self) -> tuple[Link, Link]:
         if self.group.size == 1:
             return Link(), Link()
-        sizes = 1024, int(max(1e6, *(b.boundary * self.batch for b in base.blocks)))
+        sizes = 1024, int(max(1e6, *(b.boundary * self.batch for b in self.base.blocks)))
         messages, sums = self._everywhere(MeasureLinks(sizes), "links for the profile")[0]
         number = len(self.ranks)
         # A ring all-reduce of n ranks takes 2 (n - 1) (latency + size / n / bandwidth).

@@ -33,7 +33,8 @@ class BlockCosts:
             the student's forward and backward; `update`: seconds of the optimizer's step.
         teacher_bytes, student_bytes: parameters and buffers; `gradient_bytes`, `state_bytes`: gradients, and what the
             optimizer keeps.
-        saved: bytes of activations that the student's forward keeps for its backward, by rows.
+        saved: bytes that the student's forward and backward need at most, beside weights, gradients and boundaries, by
+            rows: activations that are kept for the backward, and what operations need for a while.
         boundary: bytes behind the teacher's block, of one row; `own_boundary`: behind the student's.
     """
 

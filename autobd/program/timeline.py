@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -51,11 +52,14 @@ class Trace:
 
     Attributes:
         program: what ran; `events`: in the order of their starts; `messages`: by edge and step.
+        memory: bytes that each rank has held at most, for its blocks, messages and activations; not a number where the
+            system does not tell; empty for a simulation.
     """
 
     program: Program
     events: tuple[Event, ...]
     messages: tuple[Message, ...]
+    memory: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def finished(self) -> dict[int, float]:

@@ -20,6 +20,7 @@ from ..parts.randomness import keyed, student_seed
 from ..parts.student import BlockState, ShareLosses, Student
 from ..program import Op, Program
 from ..ranks import Header, Lost, Peers
+from ..ranks.memory import Peak
 from ..recipe.losses import mean_square, precise
 from .exchange import Boundary, Exchange, Inputs, as_sent
 from .reduce import AllReduce, GradientSum
@@ -47,6 +48,7 @@ class Rank(Exchange):
         states: Mapping[int, BlockState] | None = None,
     ) -> None:
         super().__init__(number, program, _on(parts, peers.device), peers)
+        self._held, self._peak = held_bytes(self.parts), Peak(peers.device)
         self.seed = seed
         students = {b: part.student for b, part in self.parts.items() if part.student is not None}
         like = _like(students)
@@ -122,7 +124,8 @@ class Rank(Exchange):
     def times(self) -> Tensor:
         """When the last steps' instructions ran and their messages were sent and came (see `trace.joined`)."""
         sent = [(e, *seen) for e, sender in self.links.senders.items() for seen in sender.sent]
-        return self._tape.rows(sent, [(e, *seen) for e, end in self.links.receivers.items() for seen in end.arrived])
+        arrived = [(e, *seen) for e, end in self.links.receivers.items() for seen in end.arrived]
+        return self._tape.rows(sent, arrived, self._held + self._peak.bytes)
 
     # ---------------------------------------------------------------- instructions
 
@@ -266,6 +269,13 @@ class Rank(Exchange):
 def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bool:
     """Whether a share has no rows in this batch."""
     return boundary is None if block else inputs is None or inputs.teacher is None
+
+
+def held_bytes(parts: Mapping[int, Part]) -> float:
+    """Bytes of the weights and buffers of block pairs."""
+    modules = [p.teacher for p in parts.values()] + [p.student.module for p in parts.values() if p.student is not None]
+    storages = [t.untyped_storage() for m in modules for t in (*m.parameters(), *m.buffers())]
+    return float(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
 
 
 def _set_modes(parts: Mapping[int, Part]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..program import Event, Message, Program, Trace
 
 _KEPT = 64  # steps
-_RAN, _SENT, _ARRIVED = range(3)  # kinds of rows
+_RAN, _SENT, _ARRIVED, _HELD = range(4)  # kinds of rows
 
 
 class Tape:
@@ -34,17 +34,20 @@ class Tape:
         """`rank` for one step: its instructions are timed as the generated function calls them."""
         return _Timed(rank, self._times, self._stamp)
 
-    def rows(self, sent: Iterable[tuple[int, int, float]], arrived: Iterable[tuple[int, int, float]]) -> Tensor:
+    def rows(
+        self, sent: Iterable[tuple[int, int, float]], arrived: Iterable[tuple[int, int, float]], memory: float
+    ) -> Tensor:
         """All times as numbers, rows of (kind, step, index, start, end), for `joined`.
 
         Arguments:
-            sent, arrived: (edge, step, time) of this rank's messages.
+            sent, arrived: (edge, step, time) of this rank's messages; `memory`: bytes that it has held at most.
         """
         shift = self._offset
         rows = [(_RAN, step, i, self._seconds(a), self._seconds(b)) for step, i, a, b in self._times]
         rows += [(_SENT, step, edge, t + shift, t + shift) for edge, step, t in sent]
         rows += [(_ARRIVED, step, edge, t + shift, t + shift) for edge, step, t in arrived]
-        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5)
+        rows.append((_HELD, 0, 0, memory, memory))
+        return torch.tensor(rows, dtype=torch.float64)
 
     def _stamp(self) -> Any:
         if self._cuda is None:
@@ -82,7 +85,7 @@ class _Timed:
 def joined(program: Program, rows: Mapping[int, Tensor]) -> Trace:
     """The trace of a run from the rows that every rank has noted (see `Tape.rows`)."""
     found = {rank: own.tolist() for rank, own in rows.items()}
-    begin = min((row[3] for own in found.values() for row in own), default=0.0)
+    begin = min((row[3] for own in found.values() for row in own if row[0] != _HELD), default=0.0)
     events = [
         Event(rank, int(step), int(i), program.ranks[rank][int(i)], a - begin, b - begin)
         for rank, own in found.items()
@@ -98,4 +101,5 @@ def joined(program: Program, rows: Mapping[int, Tensor]) -> Trace:
         for (edge, step), arrived in sorted(times[_ARRIVED].items())
         if (edge, step) in times[_SENT]
     ]
-    return Trace(program, tuple(sorted(events, key=lambda e: (e.start, e.rank, e.index))), tuple(messages))
+    memory = {rank: row[3] for rank, own in found.items() for row in own if row[0] == _HELD}
+    return Trace(program, tuple(sorted(events, key=lambda e: (e.start, e.rank, e.index))), tuple(messages), memory)
