@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ from .cluster import Cluster
 from .costs import Profile, profile
 from .errors import PlanError
 from .graph import Arguments
-from .planner import NAMED, Plan, plan
+from .planner import NAMED, Plan, plan, predict
 from .ranks import open as open_ranks
 from .recipe import Recipe
 from .tables import quantity, table
@@ -31,8 +32,10 @@ class Bench:
     """What every strategy took.
 
     Attributes:
-        profile: measured before; `plans`: by strategy.
-        predicted, measured: seconds of a step, by strategy; `rounds`: all that the measured medians are of.
+        profile: measured before the first round; `plans`: by strategy, made from it.
+        predicted, measured: seconds of a step, by strategy, the medians of all rounds; each round measures the blocks,
+            predicts, and then runs, so that both see the machine at the same speed.
+        rounds: all measured seconds.
         memory: the most bytes that each rank has held, by strategy.
     """
 
@@ -78,13 +81,14 @@ def bench(
     progress: bool = True,
     **options: Any,
 ) -> Bench:
-    """Measure the blocks, write the predictions down, then train copies of `student` with every strategy in turn.
+    """In rounds: measure the blocks, predict, then train copies of `student` with every strategy in turn.
 
     Arguments:
         example: one batch of inputs; every step trains on it.
         strategies: which; those that do not fit are left out.
-        rounds: of all strategies, interleaved; `steps`: of each run, of which the first few are not counted.
-        devices, recipe, threads: as for `distill`; `budget`: as for `profile`; `options`: as for `split`.
+        rounds: see `Bench`; `steps`: of each run, of which the first few are not counted.
+        devices, recipe, threads: as for `distill`; `options`: as for `split`.
+        budget: as for `profile`, in every round.
 
     Errors: as for `distill`.
     """
@@ -93,43 +97,52 @@ def bench(
     batch, home = found.student.example.rows, next(student.parameters()).device
     seconds: dict[str, list[float]] = defaultdict(list)
     memory: dict[str, list[Mapping[int, float]]] = defaultdict(list)
+    predicted: dict[str, list[float]] = defaultdict(list)
+    costs: list[Profile] = []
+    plans: dict[str, Plan] = {}
     data = [Arguments.of(example, teacher)] * steps
-    with open_ranks(Cluster.of(devices, home), threads=threads) as group:
-        costs = profile(found, group, batch, recipe, budget=budget, cached=False, progress=progress)
-        plans: dict[str, Plan] = {}
-        for name in strategies:
-            try:
-                plans[name] = plan(costs, name)
-            except PlanError:
-                continue
-        todo = [name for _ in range(rounds) for name in plans]
-        for name in tqdm(todo, desc="bench", unit="run", disable=not progress, dynamic_ncols=True):
-            result = distill(
-                teacher,
-                copy.deepcopy(student),
-                data,
-                devices=group,
-                strategy=plans[name],
-                recipe=recipe,
-                profile=costs,
-                progress=False,
-                **options,
-            )
-            ends = list(result.trace.finished.values())[_WARM:]
-            seconds[name].append((ends[-1] - ends[0]) / (len(ends) - 1))
-            memory[name].append(result.trace.memory)
-    predictions = {name: p.prediction for name, p in plans.items()}
+    bar = tqdm(total=rounds * (1 + len(strategies)), desc="bench", disable=not progress, dynamic_ncols=True)
+    with bar, open_ranks(Cluster.of(devices, home), threads=threads) as group:
+        for number in range(rounds):
+            costs.append(profile(found, group, batch, recipe, budget=budget, cached=False, progress=False))
+            plans = plans or _plans(strategies, costs[0])
+            bar.update(1 + len(strategies) - len(plans))
+            for name, p in plans.items():
+                predicted[name].append(predict(p, costs[number]).step)
+            for name, p in plans.items():
+                result = distill(
+                    teacher,
+                    copy.deepcopy(student),
+                    data,
+                    devices=group,
+                    strategy=p,
+                    recipe=recipe,
+                    profile=costs[number],
+                    progress=False,
+                    **options,
+                )
+                ends = list(result.trace.finished.values())[_WARM:]
+                seconds[name].append((ends[-1] - ends[0]) / (len(ends) - 1))
+                memory[name].append(result.trace.memory)
+                bar.update()
+    ranks = range(len(costs[0].devices))
     return Bench(
-        costs,
+        costs[0],
         plans,
-        {name: p.step for name, p in predictions.items() if p is not None},
+        {name: median(found) for name, found in predicted.items()},
         {name: median(found) for name, found in seconds.items()},
         {name: tuple(found) for name, found in seconds.items()},
-        {
-            name: tuple(max(m.get(rank, 0.0) for m in found) for rank in range(len(costs.devices)))
-            for name, found in memory.items()
-        },
+        {name: tuple(max(m.get(r, 0.0) for m in found) for r in ranks) for name, found in memory.items()},
     )
+
+
+def _plans(strategies: Sequence[str], costs: Profile) -> dict[str, Plan]:
+    """Those that fit."""
+    found = {}
+    for name in strategies:
+        with suppress(PlanError):
+            found[name] = plan(costs, name)
+    return found
 
 
 def _bytes(ranks: Sequence[float]) -> str:

@@ -1,7 +1,8 @@
 """From costs to a plan."""
 
 from .plan import Assignment, Plan
+from .predict import predict
 from .replan import Replanned, replan
 from .strategies import NAMED, STRATEGIES, plan
 
-__all__ = ["NAMED", "STRATEGIES", "Assignment", "Plan", "Replanned", "plan", "replan"]
+__all__ = ["NAMED", "STRATEGIES", "Assignment", "Plan", "Replanned", "plan", "predict", "replan"]
