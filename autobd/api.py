@@ -31,6 +31,7 @@ from .ranks import Group
 from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
 from .recipe import Recipe
+from .report import Report, inspect
 from .runtime import statistics_note
 from .training import Batches, History, Moves, OwnRows, check_like, random_batches, train, write_back
 
@@ -61,6 +62,11 @@ class Distilled:
     notes: tuple[str, ...] = ()
     hybrid: nn.Module | None = None
 
+    def report(self) -> Report:
+        """The plan and the run side by side, as text (`print`), page (`html`) and trace (`chrome_trace`)."""
+        own_input = self.program.own_input
+        return inspect(self.split, self.profile, self.plan, own_input=own_input, run=self.trace)
+
     def __str__(self) -> str:
         return "\n\n".join(
             [str(self.split), str(self.plan), "\n".join([str(self.history), *(f"note: {n}" for n in self.notes)])]
@@ -74,7 +80,7 @@ def distill(
     *,
     devices: str | int | Sequence[str] | Group = "auto",
     strategy: str | Plan = "auto",
-    profile: Profile | Literal["analytic", "measured"] = "analytic",
+    profile: Profile | Literal["auto", "analytic", "measured"] = "auto",
     replan: bool = True,
     threads: int | None = None,
     timeout: float = 300.0,
@@ -109,8 +115,9 @@ def distill(
             them, names such as `["cuda:0", "cuda:1"]` or `["cpu"] * 2`, or a group of ranks that is open
             (`ranks.open`), which may run several times.
         strategy: "auto", a schedule by its name in the Pipe-BD paper, or a `Plan` (see `planner.plan`).
-        profile: what to plan by: operations and bytes ("analytic"), or every block measured on the ranks, in about 20
-            seconds and with the recipe's own losses and optimizers ("measured"), or a profile made before (`profile`).
+        profile: what to plan by: every block measured on the ranks, in about 20 seconds and with copies of the
+            recipe's own losses and optimizers ("measured"), or operations and bytes ("analytic"), or a profile made
+            before (`profile`). "auto" measures where there is something to plan: several ranks, and no `Plan` given.
         replan: at epoch ends, plan again where ranks take other times than the profile says, and move if that is
             faster (not with a `Plan` of one's own). What is computed stays the same; a note tells of it.
         threads: of each rank on a CPU; default: the cores, shared evenly.
@@ -241,13 +248,15 @@ def _costs(
                 expected=f"{len(found)} blocks on {group.cluster.devices}",
             )
         return given
-    if given not in ("measured", "analytic"):
-        raise InputError("profile= is no profile.", given=repr(given), expected='a Profile, "measured" or "analytic"')
+    if given not in ("auto", "measured", "analytic"):
+        raise InputError(
+            "profile= is no profile.", given=repr(given), expected='a Profile, "auto", "measured" or "analytic"'
+        )
     if isinstance(strategy, Plan):
         return analytic(found, group.cluster, strategy.batch_size)
-    if given == "analytic":
-        return analytic(found, group.cluster, batch)
-    return measured(found, group, batch, recipe, progress=progress)
+    if given == "measured" or (given == "auto" and group.size > 1 and strategy != "ir"):
+        return measured(found, group, batch, recipe, progress=progress)
+    return analytic(found, group.cluster, batch)
 
 
 def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None) -> AbstractContextManager[Group]:

@@ -1,4 +1,5 @@
-"""Every test starts from one thread and a fixed seed; nothing here stands in for the package's own parts."""
+"""Every test starts from one thread, a fixed seed and no profile of before; nothing here stands in for the package's
+own parts."""
 
 import pytest
 import torch
@@ -11,3 +12,10 @@ def deterministic():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_profiles_of_before(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOBD_CACHE", str(tmp_path_factory.mktemp("profiles")))
+        yield

@@ -150,7 +150,8 @@ def plans(draw, blocks, devices, kinds=("relay", "prefix", "store", "mixed"), ap
         source = "store" if kind == "store" else "relay" if relay else "prefix"
         cuts = sorted(draw(st.permutations(range(1, rows)))[: count - 1])
         shares = tuple(y - x for x, y in pairwise([0, *cuts, rows]))
-        assignments.append(Assignment(tuple(range(a, b)), ranks, shares, source))
+        parts = draw(st.integers(1, min(shares))) if draw(st.booleans()) else 1
+        assignments.append(Assignment(tuple(range(a, b)), ranks, shares, source, parts, draw(st.booleans())))
         before = ranks
     if kind == "mixed":
         assignments = draw(st.permutations(assignments))
@@ -164,6 +165,15 @@ def shares(assignment, rows):
         done += own
         ends.append(math.ceil(Fraction(done * rows, total)))
     return list(pairwise(ends))
+
+
+def microbatches(assignment, rows):
+    """The same, each in `assignment.microbatches` parts: (which replica, first row, one past the last)."""
+    m, found = assignment.microbatches, []
+    for replica, (a, b) in enumerate(shares(assignment, rows)):
+        ends = [a + math.ceil(Fraction(i * (b - a), m)) for i in range(m + 1)]
+        found += [(replica, *ends) for ends in pairwise(ends)]
+    return found
 
 
 def key(seed, step, block, share):
@@ -246,7 +256,7 @@ class Serial:
                 self.scales[i] = [t.square().mean() if t.any() else torch.ones(()) for t in taught[i]]
             source = own if self.own_input else taught
             outputs, loss_sum = [], 0.0
-            for share, (a, b) in enumerate(shares(self.assignment[i], rows)):
+            for share, (replica, a, b) in enumerate(microbatches(self.assignment[i], rows)):
                 if a == b:
                     continue
                 buffers = {n: v.clone() for n, v in self.student.parts[i].named_buffers()}
@@ -267,7 +277,7 @@ class Serial:
                     (loss if (a, b) == (0, rows) else loss * weight).backward()
                 loss_sum += loss.item() * weight
                 outputs.append([x.detach() for x in out])
-                if share:
+                if replica:
                     for name, buffer in self.student.parts[i].named_buffers():
                         buffer.copy_(buffers[name])
             own.append([x[0] if len(x) == 1 else torch.cat(x) for x in zip(*outputs, strict=True)])

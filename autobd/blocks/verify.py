@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,7 @@ def run_blocks(bound: list[fx.GraphModule], blocks: list[Block], arguments: Argu
     return boundary[0]
 
 
-def set_mode(bound: list[fx.GraphModule], training: bool) -> None:
+def set_mode(bound: Sequence[nn.Module], training: bool) -> None:
     """Set the blocks' own flag; the submodules belong to the model and keep what `model.train()` gave them."""
     for module in bound:
         module.training = training

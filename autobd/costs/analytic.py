@@ -14,6 +14,7 @@ from ..blocks.carve import Block
 from ..cluster import Cluster
 from ..graph import Captured
 from ..hardware import DEVICES, LINK_OF, LINKS, Device, Link
+from ..parts.recompute import recomputed_bytes
 from .curve import Curve
 from .profiles import BlockCosts, Kind, Profile
 
@@ -101,6 +102,7 @@ def _block(
         Curve((1,), (student.activation_bytes / examples[1],)),
         boundary_bytes(teacher),
         boundary_bytes(student),
+        Curve((1,), (recomputed_bytes(student.graph) / examples[1],)),
     )
 
 

@@ -16,6 +16,8 @@ from ..errors import InputError
 from ..recipe import Recipe
 from .profiles import Profile
 
+_FORM = 2  # of what is measured and how
+
 
 def directory() -> Path:
     """Where they are: `AUTOBD_CACHE`, or autobd in the user's cache directory."""
@@ -34,7 +36,7 @@ def key(split: Split, cluster: Cluster, batch: int, recipe: Recipe, threads: int
     modules = [repr(captured.model) for captured in (split.teacher, split.student)]
     cpu = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads())
     gpus = [torch.cuda.get_device_name(d) for d in cluster.devices if d.startswith("cuda")]
-    everything = [graphs, shapes, modules, cluster, batch, described, threads, cpu, gpus, torch.__version__]
+    everything = [_FORM, graphs, shapes, modules, cluster, batch, described, threads, cpu, gpus, torch.__version__]
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:32]
 
 

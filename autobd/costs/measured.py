@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..blocks import Split
 from ..cluster import Cluster
+from ..graph.randomness import same_randomness
 from ..graph.state import module_tensors, untouched
 from ..hardware import Link
 from ..parts import Part, parts_of
@@ -69,7 +70,7 @@ def profile(
         return known
     if any(a.kind != "equal" and a.columns is None and a.matrix is None for p in split.pairs for a in p.adapters):
         split = split.fit(split.teacher.example)
-    with opened as group, torch.inference_mode(False):
+    with opened as group, torch.inference_mode(False), same_randomness(split.teacher.model, split.student.model):
         found = _Measuring(split, group, batch, recipe, budget, progress).run()
     cache.write(key, found)
     return found
@@ -205,7 +206,17 @@ class _Measuring:
 
         saved = curves("saved")[0]
         update = tuple(m[self.rows[-1]].update for m in by_kind)
-        return replace(base, teacher=curves("teacher"), student=curves("student"), update=update, saved=saved)
+        recomputed = None
+        if base.recomputed is not None and base.saved.values[0]:
+            recomputed = saved.times(min(1.0, base.recomputed.values[0] / base.saved.values[0]))
+        return replace(
+            base,
+            teacher=curves("teacher"),
+            student=curves("student"),
+            update=update,
+            saved=saved,
+            recomputed=recomputed,
+        )
 
 
 def _line(sizes: Sequence[float], seconds: Sequence[float]) -> Link:

@@ -14,6 +14,7 @@ from ..tables import quantity, table
 from .curve import Curve
 
 _VERSION = 1
+FORWARD = 1 / 3  # of a student's forward and backward
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class BlockCosts:
         saved: bytes that the student's forward and backward need at most, beside weights, gradients and boundaries, by
             rows: activations that are kept for the backward, and what operations need for a while.
         boundary: bytes behind the teacher's block, of one row; `own_boundary`: behind the student's.
+        recomputed: like `saved`, where activations are computed again in the backward; None: that saves nothing.
     """
 
     teacher: tuple[Curve, ...]
@@ -48,6 +50,17 @@ class BlockCosts:
     saved: Curve
     boundary: float
     own_boundary: float
+    recomputed: Curve | None = None
+
+    def student_seconds(self, kind: int, rows: int, microbatches: int = 1, recompute: bool = False) -> float:
+        """Forward and backward of `rows` rows, in so many parts, with activations kept or computed again."""
+        seconds = microbatches * self.student[kind].at(-(-rows // microbatches))
+        return seconds * (1 + FORWARD) if recompute and self.recomputed is not None else seconds
+
+    def needs(self, rows: int, microbatches: int = 1, recompute: bool = False) -> float:
+        """Bytes beside weights, gradients and boundaries (see `saved`)."""
+        curve = self.recomputed if recompute and self.recomputed is not None else self.saved
+        return curve.at(-(-rows // microbatches))
 
 
 @dataclass(frozen=True)
@@ -244,5 +257,6 @@ def _block(found: Mapping[str, Any]) -> BlockCosts:
             "student": tuple(map(curve, found["student"])),
             "update": tuple(found["update"]),
             "saved": curve(found["saved"]),
+            "recomputed": curve(found["recomputed"]) if found.get("recomputed") else None,
         }
     )

@@ -39,6 +39,7 @@ class Form:
             student = replace(
                 student,
                 module=_over(student.module, *self.student),
+                run=None,
                 before=_sized(student.before, self.before),
                 behind=_sized(student.behind, self.behind),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from ..blocks.adapters import Adapter
 from ..blocks.cuts import Boundary
 from ..recipe import Recipe
 from ..recipe.recipe import BlockRecipe
+from .recompute import recomputing
 from .ties import stale_copies, trained_names
 
 
@@ -31,6 +32,7 @@ class StudentPart:
         recipe: what it is trained with.
         varies: it may leave out its weights in a step, as a layer that drops itself does.
         draws: its forward draws random numbers; `draws_python`: perhaps Python's.
+        run: what is called instead of `module`, with the same weights, to compute activations again.
     """
 
     module: fx.GraphModule
@@ -46,6 +48,14 @@ class StudentPart:
     varies: bool
     draws: bool
     draws_python: bool
+    run: nn.Module | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.module] if self.run is None else [self.module, self.run]
+
+    def __call__(self, *given: Any) -> Any:
+        return self.modules[-1](*given)
 
 
 @dataclass(frozen=True)
@@ -66,8 +76,12 @@ class Part:
     student: StudentPart | None
 
 
-def parts_of(split: Split, student: nn.Module, recipe: Recipe) -> list[Part]:
-    """Every block pair of `split`, over the modules of its teacher and of `student`, a copy of its student."""
+def parts_of(split: Split, student: nn.Module, recipe: Recipe, recomputed: Collection[int] = ()) -> list[Part]:
+    """Every block pair of `split`, over the modules of its teacher and of `student`, a copy of its student.
+
+    Arguments:
+        recomputed: blocks whose activations are computed again in the backward.
+    """
     named = dict(student.named_parameters())
     keys = {id(t): name for name, t in (*named.items(), *student.named_buffers())}
     stale = stale_copies(split, named)
@@ -101,6 +115,7 @@ def parts_of(split: Split, student: nn.Module, recipe: Recipe) -> list[Part]:
                     kept_whole,
                     kept_whole or any(n.meta.get("random") for n in pair.student.graph.nodes),
                     kept_whole,
+                    recomputing(module, pair.student.graph) if b in recomputed and not kept_whole else None,
                 ),
             )
         )

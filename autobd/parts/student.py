@@ -61,7 +61,7 @@ class Student:
         self.learns = True  # whether the output depends on the weights in this step
         self.weight = 1.0  # the share of the batch's rows
         self._zero = torch.zeros((), device=like.device)
-        self.nothing()
+        self.begin()
 
     def train_too(self, maps: Sequence[nn.Parameter]) -> None:
         """Train channel maps with the block's own parameters, and make the optimizer."""
@@ -97,10 +97,36 @@ class Student:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.recipe.lr_at(progress)
 
-    def nothing(self) -> None:
-        """A step without rows."""
+    def begin(self) -> None:
+        """Begin a step; until a forward it is one without rows."""
         self.output = None
-        self.loss = self.relative = self.norm = self.teacher_norm = self._zero
+        self.norm = self.teacher_norm = self._zero
+        self._losses: list[tuple[float, Tensor, Tensor]] = []  # of each microbatch: weight, loss, relative error
+        self._outputs: list[tuple[Tensor, ...]] = []
+
+    def keep(self) -> None:
+        """Keep the output of a microbatch, detached, until it is asked for."""
+        assert self.output is not None
+        self._outputs.append(tuple(t.detach() for t in self.output))
+
+    def kept(self) -> tuple[Tensor, ...] | None:
+        """The outputs of all microbatches; None without rows."""
+        parts, self._outputs = self._outputs, []
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """The step's loss and relative error, of all rows of the share."""
+        if len(self._losses) < 2:
+            return self._losses[0][1:] if self._losses else (self._zero, self._zero)
+        total = self.rows
+        return tuple(sum(w * values[i] for w, *values in self._losses) / total for i in (0, 1))  # type: ignore[return-value]
+
+    @property
+    def rows(self) -> float:
+        """The share of the batch's rows that the step has seen."""
+        return sum(weight for weight, *_ in self._losses)
 
     def forward(
         self,
@@ -118,7 +144,7 @@ class Student:
             leave: from an index and a tensor behind the block to what is compared.
             where, split: as for `evaluate`.
         """
-        self.output = self.part.module(*entering, *given)
+        self.output = self.part(*entering, *given)
         outputs = [precise(leave(i, self.output[i])) for i in self.part.distilled]
         self.learns = not self.part.varies or any(t.requires_grad for t in outputs)
         return self.judge(outputs, targets, where, split)
@@ -134,14 +160,13 @@ class Student:
         losses = [evaluate(loss_of, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
         normalised = isinstance(loss_of, MSE) and loss_of.normalised
         loss = _mean(_over(losses, normalisers) if normalised else losses)
-        self.loss = loss.detach()
+        relative = noted = loss.detach()
         with torch.no_grad():
-            self.teacher_norm = _mean([torch.linalg.vector_norm(t) for t in targets])
-            if normalised:
-                self.relative = self.loss
-            else:
+            self.teacher_norm = self.teacher_norm + _mean([torch.linalg.vector_norm(t) for t in targets])
+            if not normalised:
                 errors = [(s - t).square().mean() for s, t in zip(outputs, targets, strict=True)]
-                self.relative = _mean(_over(errors, normalisers))
+                relative = _mean(_over(errors, normalisers))
+        self._losses.append((self.weight, noted, relative))
         return loss
 
     def step(self) -> None:
@@ -165,7 +190,7 @@ class Student:
     def share(self, loss: float, relative: float, norm: float, where: Callable[[], str]) -> ShareLosses:
         """The step's values as numbers. Errors: NonFiniteError that tells whether the teacher is the cause."""
         if math.isfinite(loss) and math.isfinite(norm):
-            return ShareLosses(loss, relative, self.weight)
+            return ShareLosses(loss, relative, self.rows)
         cause = (
             "the teacher's boundary"
             if not torch.isfinite(self.teacher_norm)

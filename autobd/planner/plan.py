@@ -25,12 +25,16 @@ class Assignment:
         source: where the teacher's boundary before the first block comes from: "relay" (the assignment that trains the
             block before passes it on), "prefix" (the teacher is run again from the start: DP and LS) or "store" (the
             assignment holds all blocks, so that nothing comes from elsewhere: IR).
+        microbatches: a replica's students take its share in so many parts, which hold less memory at a time.
+        recompute: activations of the students are computed again in the backward.
     """
 
     blocks: tuple[int, ...]
     ranks: tuple[int, ...]
     rows: tuple[int, ...]
     source: Source
+    microbatches: int = 1
+    recompute: bool = False
 
     @property
     def replicated(self) -> bool:
@@ -98,7 +102,14 @@ class Plan:
         try:
             found = json.loads(text)
             assignments = tuple(
-                Assignment(tuple(a["blocks"]), tuple(a["ranks"]), tuple(a["rows"]), a["source"])
+                Assignment(
+                    tuple(a["blocks"]),
+                    tuple(a["ranks"]),
+                    tuple(a["rows"]),
+                    a["source"],
+                    int(a.get("microbatches", 1)),
+                    bool(a.get("recompute", False)),
+                )
                 for a in found["assignments"]
             )
             return cls(str(found["strategy"]), int(found["batch_size"]), tuple(map(str, found["devices"])), assignments)
@@ -175,6 +186,12 @@ class Plan:
                 given=f"rows {a.rows} for ranks {a.ranks}",
                 expected=f"one positive share for each rank, {self.batch_size} rows in all",
             )
+        if not 1 <= a.microbatches <= min(a.rows):
+            raise PlanError(
+                f"{where} cannot take its shares in so many parts.",
+                given=f"{a.microbatches} microbatches of rows {a.rows}",
+                expected="at least one row in each",
+            )
         if a.source not in SOURCES or (a.source == "store" and a.blocks[0] != 0):
             raise PlanError(
                 f"{where} has an impossible source.",
@@ -197,7 +214,7 @@ class Plan:
                 f"{a.blocks[0]}..{a.blocks[-1]}" if len(a.blocks) > 1 else a.blocks[0],
                 ", ".join(f"{r} ({self.devices[r]})" for r in a.ranks),
                 ", ".join(map(str, a.rows)),
-                a.source,
+                a.source + _economy(a),
             ]
             for a in self.assignments
         ]
@@ -211,6 +228,12 @@ class Plan:
             lines += [f"  {name}: {quantity(seconds, 's')}" for name, seconds in self.others]
         idle = ", ".join(map(str, self.idle))
         return "\n".join([*lines, f"note: nothing to do for rank {idle}"] if idle else lines)
+
+
+def _economy(a: Assignment) -> str:
+    """How an assignment saves memory, as text."""
+    parts = f", {a.microbatches} microbatches" if a.microbatches > 1 else ""
+    return parts + (", activations computed again" if a.recompute else "")
 
 
 def intervals(rows: Sequence[int], batch: int) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..costs import Profile
@@ -26,7 +26,7 @@ class Load:
 
 def predict(plan: Plan, profile: Profile) -> Prediction:
     """The prediction for a plan of the profile's devices and batch."""
-    busy, memory = [0.0] * len(plan.devices), [0.0] * len(plan.devices)
+    busy = [0.0] * len(plan.devices)
     ready: dict[int, float] = {}  # when the boundary behind a block is there, in a step alone
     end = 0.0
     for a in sorted(plan.assignments, key=lambda a: a.blocks):  # a boundary comes from an earlier block
@@ -38,11 +38,8 @@ def predict(plan: Plan, profile: Profile) -> Prediction:
         done = start + max(load.ahead + load.behind for load in loads)
         end = max(end, done if plan.barrier else done + max(load.update for load in loads))
         together = max(load.total for load in loads)  # replicas wait for each other
-        relays = before is not None, plan.after(a) is not None
-        held = {rows: stage_bytes(profile, plan.teacher_blocks(a), a.blocks, rows, relays) for rows in set(a.rows)}
-        for rank, rows in zip(a.ranks, a.rows, strict=True):
+        for rank in a.ranks:
             busy[rank] += together
-            memory[rank] += held[rows]
     scatter = sum(
         profile.link(0, r).seconds(profile.input_bytes * rows)
         for a in plan.assignments
@@ -52,7 +49,26 @@ def predict(plan: Plan, profile: Profile) -> Prediction:
     )
     busy[0] += scatter + profile.load
     serial = plan.barrier or profile.load > max(busy)
-    return Prediction(max(end, *busy) if serial else max(busy), end, tuple(busy), tuple(memory))
+    return Prediction(max(end, *busy) if serial else max(busy), end, tuple(busy), rank_bytes(plan, profile))
+
+
+def rank_bytes(plan: Plan, profile: Profile) -> tuple[float, ...]:
+    """What each rank holds at most: all its weights and buffers, and the work of one assignment at a time."""
+    relays = [(plan.before(a) is not None, plan.after(a) is not None) for a in plan.assignments]
+    found: dict[tuple[tuple[int, int], ...], float] = {}  # by assignments and rows, which many ranks have in common
+    ranks = [
+        tuple((n, a.rows[a.ranks.index(rank)]) for n, a in enumerate(plan.assignments) if rank in a.ranks)
+        for rank in range(len(plan.devices))
+    ]
+    for shares in set(ranks):
+        own = [(plan.assignments[n], rows) for n, rows in shares]
+        teachers = {b for a, _ in own for b in plan.teacher_blocks(a)}
+        held = _weights(profile, teachers, [b for a, _ in own for b in a.blocks])
+        for n, rows in shares:
+            held += _buffers(profile, plan.assignments[n].blocks, rows, relays[n])
+        work = [_work(profile, plan.teacher_blocks(a), a.blocks, rows, a.microbatches, a.recompute) for a, rows in own]
+        found[shares] = held + max(work, default=0.0)
+    return tuple(found[shares] for shares in ranks)
 
 
 def loads_of(plan: Plan, assignment: Assignment, profile: Profile) -> list[Load]:
@@ -62,9 +78,7 @@ def loads_of(plan: Plan, assignment: Assignment, profile: Profile) -> list[Load]
     goes = after.ranks[0] if after else None
     kinds = [(profile.kind_of[rank], rows) for rank, rows in zip(assignment.ranks, assignment.rows, strict=True)]
     found = {
-        (kind, rows): load(
-            profile, plan.teacher_blocks(assignment), assignment.blocks, assignment.ranks, kind, rows, came, goes
-        )
+        (kind, rows): load(profile, plan.teacher_blocks(assignment), assignment, kind, rows, came, goes)
         for kind, rows in set(kinds)
     }
     return [found[key] for key in kinds]
@@ -73,8 +87,7 @@ def loads_of(plan: Plan, assignment: Assignment, profile: Profile) -> list[Load]
 def load(
     profile: Profile,
     teacher: Sequence[int],
-    blocks: Sequence[int],
-    ranks: Sequence[int],
+    assignment: Assignment,
     kind: int,
     rows: int,
     came: int | None,
@@ -83,11 +96,10 @@ def load(
     """What one rank has to do.
 
     Arguments:
-        teacher, blocks: the blocks of which it runs the teacher, and the student.
-        ranks: those that share the batch; `kind`, `rows`: of this one, and its share.
+        teacher: the blocks of which it runs the teacher; `kind`, `rows`: of the rank, and its share.
         came, goes: the nearest rank of the stage before and behind, if there is one.
     """
-    costs = profile.blocks
+    costs, blocks, ranks = profile.blocks, assignment.blocks, assignment.ranks
     relay = 0.0
     if came is not None:
         across = len({profile.nodes[r] for r in (*ranks, came)}) > 1
@@ -96,25 +108,49 @@ def load(
     if goes is not None:
         relay += profile.link(ranks[-1], goes).seconds(costs[blocks[-1]].boundary * rows)
     ahead = sum(costs[b].teacher[kind].at(rows) for b in teacher)
-    behind = sum(costs[b].student[kind].at(rows) for b in blocks)
+    how = assignment.microbatches, assignment.recompute
+    behind = sum(costs[b].student_seconds(kind, rows, *how) for b in blocks)
     reduce = sum(profile.reduce_seconds(ranks, costs[b].gradient_bytes) for b in blocks)
     return Load(ahead + relay, behind + reduce, sum(costs[b].update[kind] for b in blocks))
 
 
 def stage_bytes(
-    profile: Profile, teacher: Sequence[int], blocks: Sequence[int], rows: int, relays: tuple[bool, bool]
+    profile: Profile,
+    teacher: Sequence[int],
+    blocks: Sequence[int],
+    rows: int,
+    relays: tuple[bool, bool],
+    microbatches: int = 1,
+    recompute: bool = False,
 ) -> float:
-    """Bytes of a rank for one assignment (PipeDream-2BW, sec. 3.3, for blocks that learn alone).
+    """Bytes of a rank that has one assignment (PipeDream-2BW, sec. 3.3, for blocks that learn alone).
 
-    Arguments: as for `load`; `relays`: whether it receives, and sends, a boundary.
+    Arguments:
+        teacher, blocks: the blocks of which it runs the teacher, and the student; `rows`: its share.
+        relays: whether it receives, and sends, a boundary.
+        microbatches, recompute: as in `Assignment`.
     """
+    held = _weights(profile, teacher, blocks) + _buffers(profile, blocks, rows, relays)
+    return held + _work(profile, teacher, blocks, rows, microbatches, recompute)
+
+
+def _weights(profile: Profile, teacher: Collection[int], blocks: Collection[int]) -> float:
+    """Of both models' blocks, with gradients and what the optimizer keeps."""
     costs = profile.blocks
     held = sum(costs[b].teacher_bytes for b in teacher)
-    held += sum(costs[b].student_bytes + costs[b].gradient_bytes + costs[b].state_bytes for b in blocks)
-    held += sum(costs[b].boundary for b in teacher) * rows + profile.input_bytes * rows
-    held += max(costs[b].saved.at(rows) for b in blocks)
-    if relays[0]:
-        held += RECEIVING * rows * costs[blocks[0] - 1].boundary
-    if relays[1]:
-        held += SENDING * rows * costs[blocks[-1]].boundary
-    return held
+    return held + sum(costs[b].student_bytes + costs[b].gradient_bytes + costs[b].state_bytes for b in blocks)
+
+
+def _buffers(profile: Profile, blocks: Sequence[int], rows: int, relays: tuple[bool, bool]) -> float:
+    """Of an assignment's edges."""
+    received = RECEIVING * profile.blocks[blocks[0] - 1].boundary if relays[0] else 0.0
+    return rows * (received + (SENDING * profile.blocks[blocks[-1]].boundary if relays[1] else 0.0))
+
+
+def _work(
+    profile: Profile, teacher: Sequence[int], blocks: Sequence[int], rows: int, microbatches: int, recompute: bool
+) -> float:
+    """While an assignment runs: inputs, boundaries, and the most that any of its students needs."""
+    costs = profile.blocks
+    held = rows * (profile.input_bytes + sum(costs[b].boundary for b in teacher))
+    return held + max(costs[b].needs(rows, microbatches, recompute) for b in blocks)

@@ -12,6 +12,7 @@ from ..errors import InputError, PlanError, nearest
 from ..tables import quantity
 from .plan import Assignment, Plan
 from .predict import predict, stage_bytes
+from .saving import Way, as_plain, fits, only_where_needed, ways
 from .stages import Stages
 from .unequal import UnequalStages, filled
 
@@ -22,7 +23,7 @@ _BY_PREFERENCE = ("tr+dpu", "ahd", "ir", "ls", "dp")  # where "auto" finds two e
 Unit = tuple[int, ...]  # consecutive blocks that stay together
 
 
-def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None = None) -> Plan:
+def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None = None, microbatches: int = 8) -> Plan:
     """The plan for the devices of `profile`.
 
     Arguments:
@@ -30,7 +31,9 @@ def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None =
             prefix repeated), "tr" and "tr+dpu" (stages of consecutive blocks, teacher relaying; without or with
             decoupled parameter update), "ir" (all blocks on every rank, the batch split), "ahd" (stages with
             replicas: Pipe-BD, sec. IV), "auto" (the fastest of these by `predict`, that fits), or a plan of one's own.
-        memory: bytes that each rank may hold; default: what the profile says of its devices.
+        memory: bytes that each rank may hold; default: what the profile says of its devices. Where nothing fits,
+            activations are computed again in the backward; where that is not enough, ranks take their shares in parts.
+        microbatches: how many parts at most. Batch norms then see the rows of a part.
 
     Returns: the plan, with what it should cost (`Plan.prediction`), a bound below which no plan can be, and the other
     strategies' predictions.
@@ -53,25 +56,24 @@ def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None =
             do=f"perhaps you meant {nearest(str(strategy), STRATEGIES, 1)}",
         )
     limits = [memory if memory is not None else profile.kind(r).memory for r in range(len(profile.devices))]
-    if strategy != "auto":
-        found = _fitting(strategy, profile, limits)
-        if found is None:
-            raise _too_large(profile, limits)
-        return _described(found, profile, {})
-    fitting = {name: p for name in _BY_PREFERENCE if (p := _fitting(name, profile, limits)) is not None}
-    if not fitting:
-        raise _too_large(profile, limits)
-    others = {name: predict(p, profile).step for name, p in fitting.items()}
-    best = min(fitting, key=lambda name: others[name])
-    return _described(fitting[best], profile, others)
+    names = _BY_PREFERENCE if strategy == "auto" else (strategy,)
+    for way in ways(profile, microbatches):
+        costs = as_plain(profile, way)
+        fitting = {name: p for name in names if (p := _fitting(name, profile, costs, way, limits)) is not None}
+        if fitting:
+            others = {name: predict(p, profile).step for name, p in fitting.items()}
+            best = min(fitting, key=lambda name: others[name])
+            return _described(fitting[best], profile, others)
+    raise _too_large(profile, limits)
 
 
-def _fitting(strategy: str, profile: Profile, limits: Sequence[float]) -> Plan | None:
+def _fitting(strategy: str, profile: Profile, costs: Profile, way: Way, limits: Sequence[float]) -> Plan | None:
     """The plan of a strategy; None if it does not fit into memory."""
-    found = _MAKE[strategy](profile, limits)
-    if found is None or any(held > most for held, most in zip(predict(found, profile).memory, limits, strict=True)):
+    found = _MAKE[strategy](costs, limits)
+    if found is None:
         return None
-    return found
+    found = only_where_needed(found, profile, way, limits)
+    return found if fits(found, profile, limits) else None
 
 
 def _described(found: Plan, profile: Profile, others: dict[str, float]) -> Plan:
@@ -172,7 +174,7 @@ def _too_large(profile: Profile, limits: Sequence[float]) -> PlanError:
     """What is missing for the unit that needs the most, alone on as many devices as there are rows and devices."""
     rows = -(-profile.batch_size // min(len(profile.devices), profile.batch_size))
     needs = {
-        unit: stage_bytes(profile, unit, unit, rows, (unit[0] > 0, unit[-1] + 1 < len(profile.blocks)))
+        unit: stage_bytes(profile, unit, unit, rows, (unit[0] > 0, unit[-1] + 1 < len(profile.blocks)), rows, True)
         for unit in profile.units
     }
     unit = max(needs, key=lambda u: needs[u])

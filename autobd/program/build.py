@@ -111,9 +111,11 @@ class _Builder:
                 self._assignment(number, a, sent.get(number))
         return tuple(self.instructions)
 
-    def add(self, op: Op, block: int | None, number: int, *after: int | None, edges: tuple[int, ...] = ()) -> int:
+    def add(
+        self, op: Op, block: int | None, number: int, *after: int | None, edges: tuple[int, ...] = (), part: int = 0
+    ) -> int:
         needs = tuple(sorted({i for i in after if i is not None}))
-        self.instructions.append(Instruction(op, block, number, edges, after=needs))
+        self.instructions.append(Instruction(op, block, number, edges, after=needs, microbatch=part))
         return len(self.instructions) - 1
 
     def _edge_indices(
@@ -162,6 +164,7 @@ class _Builder:
         gradients: dict[int, tuple[int, ...]] = {}  # what makes them whole
         updated: set[int] = set()
         given = self.student if self.own_input else teacher
+        read: tuple[int | None, ...]
         for block in a.blocks:
             if self.own_input and block and block - 1 not in given:
                 raise PlanError(
@@ -169,13 +172,17 @@ class _Builder:
                     given=f"assignments {[a.blocks for a in self.plan.assignments]}",
                     expected="assignments of a rank in the order of their blocks",
                 )
-            forward = self.add(Op.STUDENT_FORWARD, block, number, loaded, teacher[block], given.get(block - 1))
+            read = loaded, teacher[block], given.get(block - 1)
+            forward = self.add(Op.STUDENT_FORWARD, block, number, *read)
+            for part in range(1, a.microbatches):  # the parts before are done with, but for the student's own boundary
+                done = self.add(Op.STUDENT_BACKWARD, block, number, forward, part=part - 1)
+                forward = self.add(Op.STUDENT_FORWARD, block, number, *read, done, part=part)
             relayed = self._edge_indices("student", source=self.rank, block=block)
             if self.own_input and block + 1 < self.blocks:
                 self.student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
                 if relayed:
                     self.add(Op.RELAY_STUDENT, block, number, self.student[block], edges=relayed)
-            backward[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward)
+            backward[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward, part=a.microbatches - 1)
             whole = [b for b in backward if b not in gradients and self._with(b) <= set(backward)]
             for b in whole:
                 needs = tuple(backward[tied] for tied in self._with(b))

@@ -23,10 +23,12 @@ def generate(instructions: Sequence[Instruction], rank: int, own_input: bool = F
             given.append(repr(instruction.edges))
         elif instruction.op is Op.LOAD:
             given.append("()")
+        if instruction.microbatch:
+            names = [*names, f"part={instruction.microbatch}"]
         call = f"rank.{instruction.op.value}({', '.join([*given, *names])})"
         lines.append(f"    {result} = {call}" if result else f"    {call}")
         later = {n for after in reads[position + 1 :] for n in after} | {w for w in writes[position + 1 :] if w}
-        own = dict.fromkeys([*names, *([result] if result else [])])
+        own = dict.fromkeys([*reads[position], *([result] if result else [])])
         dead = [n for n in own if n not in later and n not in ("None", "batch")]
         if dead and position < len(instructions) - 1:
             lines.append(f"    del {', '.join(dead)}")

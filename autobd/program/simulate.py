@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ..costs import Link, Profile
+from ..costs import FORWARD, Link, Profile
 from ..planner.plan import intervals
 from .instruction import RECEIVES, SENDS, Edge, Instruction, Op
 from .program import Program
 from .timeline import Event, Message, Trace
 
 _POSTED = 2  # messages that wait at the receiver beside those under way
-_FORWARD = 1 / 3  # of a student's forward and backward
 
 
 def simulate(program: Program, profile: Profile, steps: int = 8) -> Trace:
@@ -119,8 +118,11 @@ class _Simulation:
         if op is Op.TEACHER_FORWARD:
             return costs.teacher[kind].at(rows)
         if op in (Op.STUDENT_FORWARD, Op.STUDENT_BACKWARD):
-            part = _FORWARD if op is Op.STUDENT_FORWARD else 1 - _FORWARD
-            return part * costs.student[kind].at(rows)
+            m, again = assignment.microbatches, assignment.recompute
+            kept = costs.student_seconds(kind, rows, m) / m
+            if op is Op.STUDENT_FORWARD:
+                return FORWARD * kept
+            return costs.student_seconds(kind, rows, m, again) / m - FORWARD * kept
         if op is Op.UPDATE:
             return costs.update[kind]
         links = [self._moved(rank, self.program.edges[e]) for e in instruction.edges]

@@ -37,6 +37,7 @@ class Report:
     Attributes:
         split, profile, plan, program: what it is made from; `timeline`: the simulated first steps.
         strategies: the chosen plan and the paper's strategies, each by the same function.
+        run: what really ran, if something has.
     """
 
     split: Split
@@ -45,6 +46,7 @@ class Report:
     program: Program
     timeline: Trace
     strategies: tuple[Strategy, ...]
+    run: Trace | None = None
 
     def to_json(self) -> str:
         """Plain values for machines."""
@@ -57,12 +59,13 @@ class Report:
             "bound": self.plan.bound,
             "simulated": self.timeline.seconds_per_step,
             "strategies": [asdict(s) for s in self.strategies],
+            "measured": None if self.run is None else self.run.seconds_per_step,
         }
         return json.dumps(values, indent=2)
 
     def chrome_trace(self) -> str:
         """For chrome://tracing and Perfetto."""
-        return chrome_trace({"plan": self.timeline})
+        return chrome_trace({"plan": self.timeline} if self.run is None else {"plan": self.timeline, "run": self.run})
 
     def html(self) -> str:
         """One self-contained page."""
@@ -75,7 +78,7 @@ class Report:
                 "Plan": (_PLAN_COLUMNS, self._plan_rows(), None),
                 "Blocks": (*self._blocks(), None),
             },
-            {"Schedule: two steps, pipeline full": self.timeline},
+            self._drawn(),
             {f"Program of rank {r}": self.program.code(r) for r, own in enumerate(self.program.ranks) if own},
         )
 
@@ -84,7 +87,7 @@ class Report:
             [
                 str(self.profile),
                 str(self.plan),
-                gantt(self.timeline),
+                *(f"{name}\n{gantt(trace)}" for name, trace in self._drawn().items()),
                 "\n".join([*self._lead(), table(_STRATEGY_COLUMNS, self._strategy_rows())]),
             ]
         )
@@ -97,7 +100,14 @@ class Report:
             f"batch {profile.batch_size}, {profile.source} costs.",
             f"Predicted: {quantity(own.step, 's')} a step ({own.throughput:.4g} rows/s){gap}; "
             f"simulated: {quantity(self.timeline.seconds_per_step, 's')}.",
+            *([] if self.run is None else [f"It took {quantity(self.run.seconds_per_step, 's')}."]),
         ]
+
+    def _drawn(self) -> dict[str, Trace]:
+        """Schedules by heading."""
+        if self.run is None:
+            return {"Schedule: two steps, pipeline full": self.timeline}
+        return {"As planned: two steps, pipeline full": self.timeline, "As it ran": self.run}
 
     def _strategy_rows(self) -> list[list[object]]:
         dp = next((s.step for s in self.strategies if s.name == "dp"), None)
@@ -146,11 +156,16 @@ _PLAN_COLUMNS = ("rank", "device", "blocks", "rows", "busy in a step", "memory")
 
 
 def inspect(
-    split: Split, profile: Profile, strategy: str | Plan = "auto", memory: float | None = None, own_input: bool = False
+    split: Split,
+    profile: Profile,
+    strategy: str | Plan = "auto",
+    memory: float | None = None,
+    own_input: bool = False,
+    run: Trace | None = None,
 ) -> Report:
     """Plan, simulate, and compare with the paper's strategies, before anything runs.
 
-    Arguments: as for `plan`; `own_input`: as for `build`.
+    Arguments: as for `plan`; `own_input`: as for `build`; `run`: what really ran, to be shown beside the plan.
 
     Errors: as for `plan`.
     """
@@ -164,7 +179,7 @@ def inspect(
             continue
         if name != chosen.strategy:
             found.append(_scored(name, other, profile))
-    return Report(split, profile, chosen, program, simulate(program, profile, _STEPS), tuple(found))
+    return Report(split, profile, chosen, program, simulate(program, profile, _STEPS), tuple(found), run)
 
 
 def _scored(name: str, of: Plan, profile: Profile) -> Strategy:

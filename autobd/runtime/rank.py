@@ -18,6 +18,7 @@ from ..parts.form import Form
 from ..parts.part import Part, StudentPart
 from ..parts.randomness import keyed, student_seed
 from ..parts.student import BlockState, ShareLosses, Student
+from ..planner.plan import intervals
 from ..program import Op, Program
 from ..ranks import Header, Lost, Peers
 from ..ranks.memory import Peak
@@ -110,7 +111,7 @@ class Rank(Exchange):
         blocks = list(self.students.items())
         if not blocks:
             return {}
-        noted = [t for _, s in blocks for t in (s.loss, s.relative, s.norm)]
+        noted = [t for _, s in blocks for t in (*s.sums(), s.norm)]
         if self.device.type == "cpu":
             values = [t.item() for t in noted]
         else:  # one copy for all
@@ -141,46 +142,54 @@ class Rank(Exchange):
             return as_sent(output)
 
     def student_forward(
-        self, block: int, inputs: Inputs | None, boundary: Boundary | None, target: Boundary | None
+        self, block: int, inputs: Inputs | None, boundary: Boundary | None, target: Boundary | None, part: int = 0
     ) -> Tensor | None:
         """The loss of the student block against the teacher's next boundary `target`; None without rows.
 
         Arguments:
             boundary: the teacher's, or with `Program.own_input` the student's own.
+            part: which of the assignment's microbatches.
         """
         self.at = block
-        student, replicas = self.students[block], self.program.plan.assignments[self.assignment[block]].ranks
-        part = student.part
+        student, a = self.students[block], self.program.plan.assignments[self.assignment[block]]
         first, last = self.rows(self.assignment[block], self.number)
-        student.weight = (last - first) / max(self.header.batch, 1)
-        with torch.no_grad():
-            targets = [] if target is None else [precise(student.behind[i](target[i])) for i in part.distilled]
+        own = intervals((1,) * a.microbatches, last - first)[part]
+        if part == 0:
+            student.begin()
             if student.normalisers is None:
-                student.normalisers = self._normalisers(block, targets)
-        if target is None:
-            student.nothing()
+                with torch.no_grad():
+                    student.normalisers = self._normalisers(block, self._targets(student, target), last - first)
+        student.weight = (own[1] - own[0]) / max(self.header.batch, 1)
+        if target is None or own[0] == own[1]:
             return None
-        seed = student_seed(self.seed, self.header.step, block, share=replicas.index(self.number))
-        draw = keyed(seed, self.device, part.draws_python) if part.draws else nullcontext()
+        if a.microbatches > 1:
+            inputs, boundary, target = self._part(own, last - first, inputs, boundary, target)
+        with torch.no_grad():
+            targets = self._targets(student, target)
+        share = a.ranks.index(self.number) * a.microbatches + part
+        seed = student_seed(self.seed, self.header.step, block, share=share)
+        draw = keyed(seed, self.device, student.part.draws_python) if student.part.draws else nullcontext()
         with torch.enable_grad(), draw:
-            given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in part.inputs]
+            given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in student.part.inputs]
             leave, where = partial(self.maps.leave, block), self._where(block)
-            return student.forward(self._entering(block, boundary), given, targets, leave, where, len(replicas) > 1)
+            split = a.replicated or a.microbatches > 1
+            loss = student.forward(self._entering(block, boundary), given, targets, leave, where, split)
+        if self.program.own_input:
+            student.keep()
+        return loss
 
     def student_boundary(self, block: int) -> Boundary | None:
         """The student's own tensors behind the block, detached, for the next block to work on."""
         student = self.students[block]
-        if student.output is None:
+        outputs = student.kept()
+        if outputs is None:
             return None
         with torch.no_grad():
             return as_sent(
-                [
-                    self.maps.leave(block, i, t.detach()) if i in student.part.distilled else t.detach()
-                    for i, t in enumerate(student.output)
-                ]
+                [self.maps.leave(block, i, t) if i in student.part.distilled else t for i, t in enumerate(outputs)]
             )
 
-    def student_backward(self, block: int, loss: Tensor | None) -> None:
+    def student_backward(self, block: int, loss: Tensor | None, part: int = 0) -> None:
         """Gradients of the block's own weights, of the mean over the whole batch."""
         self.at = block
         student = self.students[block]
@@ -242,16 +251,34 @@ class Rank(Exchange):
 
     # ----------------------------------------------------------------
 
-    def _normalisers(self, block: int, targets: list[Tensor]) -> list[Tensor]:
-        """The mean square of each distilled tensor over the first batch, whoever holds its rows."""
+    def _normalisers(self, block: int, targets: list[Tensor], rows: int) -> list[Tensor]:
+        """The mean square of each distilled tensor over the first batch, whoever holds its rows; `rows` are here."""
         student, number = self.students[block], self.assignment[block]
         if number not in self._reducers:
             return [mean_square(t) for t in targets]
         sums = torch.zeros(len(student.part.distilled), dtype=torch.float64, device=self.device)
         for i, t in enumerate(targets):
-            sums[i] = t.double().square().mean() * student.weight
+            sums[i] = t.double().square().mean() * (rows / max(self.header.batch, 1))
         self._reducers[number]([sums]).result(self.peers.patience)
         return [torch.where(s > 0, s, torch.ones_like(s)) for s in sums]
+
+    def _targets(self, student: Student, target: Boundary | None) -> list[Tensor]:
+        """What the student is to give, of the teacher's next boundary."""
+        return [] if target is None else [precise(student.behind[i](target[i])) for i in student.part.distilled]
+
+    def _part(
+        self, own: tuple[int, int], share: int, inputs: Inputs | None, boundary: Boundary | None, target: Boundary
+    ) -> tuple[Inputs | None, Boundary | None, Boundary]:
+        """The rows `own` of this rank's share, which has so many."""
+
+        def rows(tensor: Tensor) -> Tensor:
+            folded = len(tensor) // share
+            return tensor[own[0] * folded : own[1] * folded]
+
+        if inputs is not None and inputs.student is not None:
+            batched = self.program.batched[1]
+            inputs = Inputs(None, {i: rows(t) if i in batched else t for i, t in inputs.student.items()})
+        return inputs, None if boundary is None else tuple(map(rows, boundary)), tuple(map(rows, target))
 
     def _entering(self, block: int, boundary: Boundary | None) -> Boundary:
         """The boundary before `block` as the student's block takes it."""
@@ -280,7 +307,8 @@ def held_bytes(parts: Mapping[int, Part]) -> float:
 
 def _set_modes(parts: Mapping[int, Part]) -> None:
     set_mode([p.teacher for p in parts.values()], False)
-    set_mode([p.student.module for p in parts.values() if p.student is not None], True)
+    students = [p.student for p in parts.values() if p.student is not None]
+    set_mode([module for s in students for module in s.modules], True)
 
 
 def _like(students: Mapping[int, StudentPart]) -> Tensor:
@@ -297,5 +325,6 @@ def _on(parts: Mapping[int, Part], device: torch.device) -> dict[int, Part]:
         for part in moved.values():
             part.teacher.to(device)
             if part.student is not None:
-                part.student.module.to(device)
+                for module in part.student.modules:
+                    module.to(device)
     return moved

@@ -1,4 +1,4 @@
-"""Running statistics of student blocks whose batch is split: each replica sees its own rows."""
+"""Running statistics of student blocks whose batch is split: each replica or microbatch sees its own rows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from ..planner import Plan
 
 
 def statistics_note(split: Split, plan: Plan) -> str | None:
-    """What a user should know where replicas of a student block keep running statistics; None where none do."""
+    """What a user should know where student blocks with running statistics see a part of the batch; None where none
+    do."""
     model = split.student.model
     blocks = [
         b
         for a in plan.assignments
-        if a.replicated
+        if a.replicated or a.microbatches > 1
         for b in a.blocks
         if any(
             isinstance(layer, _NormBase) and layer.track_running_stats
@@ -27,6 +28,6 @@ def statistics_note(split: Split, plan: Plan) -> str | None:
         return None
     named = ", ".join(map(str, blocks))
     return (
-        f"the batch is split over replicas in blocks {named}: batch norms there use their own share's rows, and the "
-        "running statistics of the first share are kept"
+        f"the batch is split over replicas or into microbatches in blocks {named}: batch norms there use their own "
+        "rows, and the running statistics of the first share are kept"
     )

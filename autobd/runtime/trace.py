@@ -73,9 +73,9 @@ class _Timed:
         method, index = getattr(self._rank, op), self._index
         self._index += 1
 
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             start = self._stamp()
-            result = method(*arguments)
+            result = method(*arguments, **named)
             self._times.append((self._rank.header.step, index, start, self._stamp()))
             return result
 

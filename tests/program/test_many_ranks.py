@@ -68,8 +68,10 @@ def test_every_message_is_sent_and_taken_once_by_its_ends(program):
 def test_every_block_is_trained_by_its_replicas_alone(program):
     for a in program.plan.assignments:
         for block in a.blocks:
-            for op in (Op.STUDENT_FORWARD, Op.STUDENT_BACKWARD, Op.UPDATE):
-                assert sorted(r for r, i in of(program, op) if i.block == block) == sorted(a.ranks)
+            for op in (Op.STUDENT_FORWARD, Op.STUDENT_BACKWARD):
+                found = Counter((r, i.microbatch) for r, i in of(program, op) if i.block == block)
+                assert found == Counter((r, part) for r in a.ranks for part in range(a.microbatches))
+            assert sorted(r for r, i in of(program, Op.UPDATE) if i.block == block) == sorted(a.ranks)
             reduced = [r for r, i in of(program, Op.ALL_REDUCE) if i.block == block]
             assert sorted(reduced) == (sorted(a.ranks) if a.replicated else [])
     assert all(not program.ranks[rank] for rank in program.plan.idle if rank)
@@ -148,7 +150,7 @@ def test_the_code_of_every_rank_reads_nothing_that_it_has_not_made(program):
 
         class Recorder:
             def __getattr__(self, name, calls=calls):
-                return lambda *arguments: calls.append(name) or name
+                return lambda *arguments, part=0: calls.append(name) or name
 
         program.compile(rank)(Recorder(), "batch")
         assert calls == [i.op.value for i in program.ranks[rank]]

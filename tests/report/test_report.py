@@ -112,7 +112,14 @@ def test_a_real_run_is_drawn_the_same_way():
     data = [torch.randn(8, 6)] * 6
     result = autobd.distill(mlp(16, 3), mlp(4, 3, seed=1), data, progress=False)
     assert "rank 0" in gantt(result.trace)
-    assert json.loads(chrome_trace({"run": result.trace}))["traceEvents"]
+    found = result.report()
+    assert (found.plan, found.run) == (result.plan, result.trace)
+    for text in (str(found), found.html()):
+        assert text.index("As planned") < text.index("As it ran")
+        assert "It took" in text
+    assert Page(found.html()).seen.count("svg") == 2
+    names = [e["args"]["name"] for e in json.loads(found.chrome_trace())["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["plan", "run"]
 
 
 MODELS = """
