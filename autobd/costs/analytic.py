@@ -19,6 +19,7 @@ from .curve import Curve
 from .profiles import BlockCosts, Kind, Profile
 
 _BACKWARD = 2  # the arithmetic and bytes of a forward
+_WORTH = 0.9  # of the activations, for which it is worth to compute them again
 _STATE = 2  # numbers that Adam keeps for each weight
 _UPDATE = 7  # numbers that its step reads and writes for each
 
@@ -88,6 +89,8 @@ def _block(
         for block, sizes in zip((teacher, student), weights, strict=True)
     ]
 
+    again = recomputed_bytes(student.graph)
+
     def curve(block: Block, example: int, passes: int, device: Device) -> Curve:
         return Curve(tuple(rows), tuple(passes * _seconds(block.graph, r / example, device) for r in rows))
 
@@ -102,7 +105,7 @@ def _block(
         Curve((1,), (student.activation_bytes / examples[1],)),
         boundary_bytes(teacher),
         boundary_bytes(student),
-        Curve((1,), (recomputed_bytes(student.graph) / examples[1],)),
+        Curve((1,), (again / examples[1],)) if again < _WORTH * student.activation_bytes else None,
     )
 
 

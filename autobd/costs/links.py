@@ -17,18 +17,21 @@ _MESSAGES, _TIMES = 8, 3
 
 @dataclass(frozen=True)
 class MeasureLinks:
-    """A job: seconds of a message between ranks 0 and 1, and of an all-reduce over all, at two sizes in bytes."""
+    """A job: seconds of a message between rank 0 and `peer`, and of an all-reduce over `ranks`, at two sizes, bytes."""
 
     sizes: tuple[int, int]
+    peer: int
+    ranks: tuple[int, ...]
 
     def __call__(self, peers: Peers) -> tuple[list[float], list[float]]:
         tensors = [torch.zeros(max(1, size // 4), device=peers.device) for size in self.sizes]
-        reducer = peers.reducer(range(peers.size))
+        reducer = peers.reducer(self.ranks) if peers.rank in self.ranks else None
         there = back = None
+        what = "a test message"
         if peers.rank == 0:
-            there, back = peers.sender(1, 0, 2, "a test message"), peers.receiver(1, 1, "a test message")
-        elif peers.rank == 1:
-            back, there = peers.receiver(0, 0, "a test message"), peers.sender(0, 1, 2, "a test message")
+            there, back = peers.sender(self.peer, 0, 2, what), peers.receiver(self.peer, 1, what)
+        elif peers.rank == self.peer:
+            back, there = peers.receiver(0, 0, what), peers.sender(0, 1, 2, what)
         messages, sums = [], []
         for tensor in tensors:
 
@@ -38,13 +41,13 @@ class MeasureLinks:
                     if peers.rank == 0:
                         there.send(Header(), [tensor])  # type: ignore[union-attr]
                         back.take()  # type: ignore[union-attr]
-                    elif peers.rank == 1:
+                    elif peers.rank == self.peer:
                         back.take()  # type: ignore[union-attr]
                         there.send(Header(), [tensor])  # type: ignore[union-attr]
 
             def reduce(tensor: Tensor = tensor) -> None:
-                for _ in range(_MESSAGES):
-                    reducer([tensor]).result(peers.patience)
+                for _ in range(_MESSAGES if reducer is not None else 0):
+                    reducer([tensor]).result(peers.patience)  # type: ignore[misc]
 
             messages.append(_per_message(ping) / 2)
             sums.append(_per_message(reduce))

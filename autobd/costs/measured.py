@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,8 @@ from .links import MeasureLinks
 from .measure import Boundary, MeasureBlocks, Measured, medians, numbers_of_rows
 from .profiles import BlockCosts, Kind, Profile
 
+_LOADING = 3.0  # seconds
+
 
 def profile(
     split: Split,
@@ -37,6 +40,7 @@ def profile(
     batch_size: int | None = None,
     recipe: Recipe | None = None,
     *,
+    loader: Iterable[Any] | None = None,
     threads: int | None = None,
     budget: float = 20.0,
     cached: bool = True,
@@ -48,6 +52,7 @@ def profile(
         devices: as for `distill`; devices that are not there ("4xA6000") are analysed, not measured.
         batch_size: rows of a whole batch; default: those of the example that the models were split with.
         recipe: what the blocks are trained with (optimizer and losses cost time and memory).
+        loader: to measure how long it takes for a batch (`Profile.load`), at most three seconds; default: nothing.
         threads: of each rank on a CPU.
         budget: seconds that it may take, about.
         cached: use what was measured before for the same blocks, recipe, hardware and versions, and keep it.
@@ -66,14 +71,29 @@ def profile(
         cluster, opened, threads = devices.cluster, nullcontext(devices), devices.threads
     key = cache.key(split, cluster, batch, recipe, threads) if cached else None
     known = cache.read(key)
+    load = _load(loader)
     if known is not None:
-        return known
+        return replace(known, load=load)
     if any(a.kind != "equal" and a.columns is None and a.matrix is None for p in split.pairs for a in p.adapters):
         split = split.fit(split.teacher.example)
     with opened as group, torch.inference_mode(False), same_randomness(split.teacher.model, split.student.model):
         found = _Measuring(split, group, batch, recipe, budget, progress).run()
     cache.write(key, found)
-    return found
+    return replace(found, load=load)
+
+
+def _load(loader: Iterable[Any] | None) -> float:
+    """Seconds from one batch to the next, once the first one is there."""
+    if loader is None:
+        return 0.0
+    batches = iter(loader)
+    next(batches, None)
+    started, number = time.perf_counter(), 0
+    for _ in batches:
+        number += 1
+        if time.perf_counter() - started > _LOADING:
+            break
+    return (time.perf_counter() - started) / max(number, 1)
 
 
 class _Measuring:
@@ -106,7 +126,7 @@ class _Measuring:
         ):
             teacher.eval()
             found = self._all(bar.update)
-        within, reduce = self._links()
+        within, between = self._links()
         blocks = tuple(self._costs(*pair) for pair in zip(found, self.base.blocks, strict=True))
         return replace(
             self.base,
@@ -115,10 +135,10 @@ class _Measuring:
             kinds=tuple(Kind(name, memory) for name, memory in zip(self.kinds, self.memory, strict=True)),
             kind_of=self.kind_of,
             nodes=self.group.cluster.hosts,
-            within=within,
-            between=within,
-            reduce_within=reduce,
-            reduce_between=reduce,
+            within=within[0],
+            between=between[0],
+            reduce_within=within[1],
+            reduce_between=between[1],
             source="measured",
             spread=float(torch.tensor([m.spread for b in found for m in b[0].values()]).median()),
         )
@@ -182,15 +202,21 @@ class _Measuring:
         own = self.group.run(own_job or job, {r: job for r in self.ranks[1:]}, lambda rank: what, results)
         return [own, *(results[r] for r in self.ranks[1:])]
 
-    def _links(self) -> tuple[Link, Link]:
-        if self.group.size == 1:
-            return Link(), Link()
+    def _links(self) -> tuple[tuple[Link, Link], tuple[Link, Link]]:
+        """Of messages and all-reduces, within a host and between hosts."""
+        hosts = self.group.cluster.hosts
+        own, others = (tuple(r for r in self.ranks if (hosts[r] == hosts[0]) == same) for same in (True, False))
+        within = self._link(own[1], own) if len(own) > 1 else None
+        between = self._link(others[0], tuple(self.ranks)) if others else None
+        free = Link(), Link()
+        return within or between or free, between or within or free
+
+    def _link(self, peer: int, ranks: tuple[int, ...]) -> tuple[Link, Link]:
         sizes = 1024, int(max(1e6, *(b.boundary * self.batch for b in self.base.blocks)))
-        messages, sums = self._everywhere(MeasureLinks(sizes), "links for the profile")[0]
-        number = len(self.ranks)
+        messages, sums = self._everywhere(MeasureLinks(sizes, peer, ranks), "links for the profile")[0]
         # A ring all-reduce of n ranks takes 2 (n - 1) (latency + size / n / bandwidth).
-        per_hop = [s / (2 * (number - 1)) for s in sums]
-        return _line(sizes, messages), _line((sizes[0] / number, sizes[1] / number), per_hop)
+        per_hop = [s / (2 * (len(ranks) - 1)) for s in sums]
+        return _line(sizes, messages), _line((sizes[0] / len(ranks), sizes[1] / len(ranks)), per_hop)
 
     def _costs(self, found: list[dict[int, Measured]], base: BlockCosts) -> BlockCosts:
         by_kind = [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..costs import BlockCosts, Curve, Profile
 from .plan import Plan
-from .predict import predict
+from .predict import rank_bytes
 
 Way = tuple[int, bool]  # microbatches, and whether activations are computed again
 
@@ -32,14 +32,11 @@ def as_plain(profile: Profile, way: Way) -> Profile:
     shares = {-(-batch // k) for k in range(1, min(batch, len(profile.devices)) + 1)}
 
     def block(costs: BlockCosts) -> BlockCosts:
-        return replace(
-            costs,
-            student=tuple(
-                _curve({*shares, *c.rows}, lambda rows, kind=kind: costs.student_seconds(kind, rows, *way))
-                for kind, c in enumerate(costs.student)
-            ),
-            saved=_curve({*shares, *costs.saved.rows}, lambda rows: costs.needs(rows, *way)),
-        )
+        def student(kind: int) -> Curve:
+            return _curve({*shares, *costs.student[kind].rows}, lambda rows: costs.student_seconds(kind, rows, *way))
+
+        saved = _curve({*shares, *costs.saved.rows}, lambda rows: costs.needs(rows, *way))
+        return replace(costs, student=tuple(map(student, range(len(costs.student)))), saved=saved)
 
     return replace(profile, blocks=tuple(map(block, profile.blocks)))
 
@@ -64,9 +61,9 @@ def only_where_needed(plan: Plan, profile: Profile, way: Way, limits: Sequence[f
 
 def fits(plan: Plan, profile: Profile, limits: Sequence[float]) -> bool:
     """Whether every rank's bytes are within its limit."""
-    return all(held <= most for held, most in zip(predict(plan, profile).memory, limits, strict=True))
+    return all(held <= most for held, most in zip(rank_bytes(plan, profile), limits, strict=True))
 
 
-def _curve(rows: set[int], value: object) -> Curve:
+def _curve(rows: set[int], value: Callable[[int], float]) -> Curve:
     known = tuple(sorted(rows))
-    return Curve(known, tuple(value(r) for r in known))  # type: ignore[operator]
+    return Curve(known, tuple(map(value, known)))

@@ -51,7 +51,7 @@ class Joined(Group):
         self._waiter, self._patience = Waiter(), Patience(timeout)
         self._store = c10d.PrefixStore(f"autobd {next(_OPENED)}", c10d._get_default_store())
         self._groups, self._runs = self._kept()
-        self.cluster = Cluster(_names(devices, self.rank, world, self._store))
+        self.cluster = Cluster(*_names(devices, self.rank, world, self._store))
         self._groups(ALL, range(world), "gloo")
 
     @property
@@ -101,7 +101,8 @@ class Joined(Group):
         """Nothing to end: the processes are the launcher's, and the next call uses their connections again."""
 
 
-def _names(devices: Any, rank: int, world: int, store: Any) -> tuple[str, ...]:
+def _names(devices: Any, rank: int, world: int, store: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Every rank's device, and the number of its host."""
     local = int(os.environ.get("LOCAL_RANK", rank))
     if devices == "auto":
         own = f"cuda:{local}" if torch.cuda.is_available() and local < torch.cuda.device_count() else "cpu"
@@ -114,5 +115,7 @@ def _names(devices: Any, rank: int, world: int, store: Any) -> tuple[str, ...]:
                 expected=f'"auto", one name for all, or {world} names',
             )
         own = names[rank]
-    store.set(f"device {rank}", own)
-    return tuple(store.get(f"device {r}").decode() for r in range(world))
+    host = os.environ.get("GROUP_RANK", "0")
+    store.set(f"device {rank}", f"{host} {own}")
+    found = [store.get(f"device {r}").decode().split(" ", 1) for r in range(world)]
+    return tuple(name for _, name in found), tuple(int(number) for number, _ in found)

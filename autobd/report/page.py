@@ -31,6 +31,7 @@ svg .inside { fill: #fff; font-size: 10px; pointer-events: none; }
 .legend span { display: inline-block; margin-right: 1rem; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: 2px;
   vertical-align: -1px; }
+details { margin-top: .5rem; }
 pre { overflow-x: auto; background: var(--well); padding: .8rem; border-radius: 6px; font-size: .8rem; }
 """
 

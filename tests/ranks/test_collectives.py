@@ -43,8 +43,9 @@ def run(group, plan, steps, epochs=2):
     batches = [torch.randn(4, 6) for _ in range(steps)]
     recipe = autobd.Recipe(logits=False, epochs=epochs)
     return autobd.distill(
-        mlp(16), mlp(4, seed=1), batches, cuts=cuts, devices=group, strategy=plan, recipe=recipe, progress=False
-    )
+        mlp(16), mlp(4, seed=1), batches, cuts=cuts, devices=group, strategy=plan, recipe=recipe, profile="analytic",
+        progress=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", ["tr+dpu", "ls"])

@@ -80,6 +80,7 @@ def fails(data, devices=2, expected=RankError, student=None, **options):
     student = given if student is None else student
     kept = models()[1]
     options = {"strategy": "tr+dpu", "threads": 1, "epochs": 3, "progress": False, "cuts": CUTS, **options}
+    options["profile"] = "analytic"  # to measure the blocks calls their losses, too
     with pytest.raises(expected) as caught:
         autobd.distill(teacher, student, data, devices=devices, **options)
     assert children() == before
@@ -283,4 +284,4 @@ def test_a_group_that_has_failed_says_so_and_a_good_one_runs_again():
         for message in ("ValueError: on purpose", "This group of ranks has failed before"):
             with pytest.raises(RankError, match=message):
                 autobd.distill(teacher, student, batches(), cuts=CUTS, devices=group, progress=False, recipe=recipe,
-                               strategy="tr+dpu")  # fmt: skip
+                               strategy="tr+dpu", profile="analytic")  # fmt: skip
