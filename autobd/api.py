@@ -119,7 +119,8 @@ def distill(
             recipe's own losses and optimizers ("measured"), or operations and bytes ("analytic"), or a profile made
             before (`profile`). "auto" measures where there is something to plan: several ranks, and no `Plan` given.
         replan: at epoch ends, plan again where ranks take other times than the profile says, and move if that is
-            faster (not with a `Plan` of one's own). What is computed stays the same; a note tells of it.
+            faster (not with a `Plan` of one's own, or modules that are kept whole). A note tells of it. What is
+            computed stays the same, but for batch norms and dropout of blocks whose batch is then split otherwise.
         threads: of each rank on a CPU; default: the cores, shared evenly.
         timeout: seconds after which a rank that does not answer is an error.
         recipe: loss, optimizer, learning rate and length; `epochs` overrides the same field.
@@ -200,7 +201,9 @@ def distill(
                 notes.append(
                     f'init="teacher" set {len(start)} of the student\'s {len(_tensors(student))} parameters and buffers'
                 )
-            moves = Moves(found, costs, strategy if replan and group.size > 1 else None)
+            moves = Moves(found, costs, strategy if isinstance(strategy, str) else strategy.strategy)
+            # Modules kept whole may have state of their own, which stays where it is.
+            may_move = replan and group.size > 1 and isinstance(strategy, str) and not found.student.opaque
             trained = train(
                 found,
                 program,
@@ -212,7 +215,7 @@ def distill(
                 group,
                 verification.teacher_writes,
                 start,
-                moves.look,
+                moves.look if may_move else None,
             )
         done = Distilled(
             student,

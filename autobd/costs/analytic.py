@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from ..blocks.carve import Block
 from ..cluster import Cluster
 from ..graph import Captured
 from ..hardware import DEVICES, LINK_OF, LINKS, Device, Link
-from ..parts.recompute import recomputed_bytes
+from ..parts.recompute import reads_weights_alone, recomputed_bytes
 from .curve import Curve
 from .profiles import BlockCosts, Kind, Profile
 
@@ -42,10 +42,15 @@ def analytic(split: Split, cluster: Cluster, batch_size: int | None = None) -> P
         if not cluster.exists:  # of devices that are here it is to be measured; until then relays are free
             within = reduce
     inputs = {id(t): t for c in (split.teacher, split.student) for t in c.example.tensors}.values()
+
+    def may_recompute(student: Block) -> bool:
+        whole = any(n.op == "call_module" and n.target in split.student.opaque for n in student.graph.nodes)
+        return not whole and reads_weights_alone(student.graph, split.student.model)
+
     return Profile(
         batch,
         tuple(
-            _block(pair.teacher, pair.student, examples, weights, [DEVICES[k] for k in kinds], batch)
+            _block(pair.teacher, pair.student, examples, weights, [DEVICES[k] for k in kinds], batch, may_recompute)
             for pair in split.pairs
         ),
         cluster.devices,
@@ -82,6 +87,7 @@ def _block(
     weights: Sequence[Mapping[str, int]],
     devices: list[Device],
     batch: int,
+    may_recompute: Callable[[Block], bool],
 ) -> BlockCosts:
     rows = sorted({1 << i for i in range(batch.bit_length())} | {batch})
     own = [
@@ -89,7 +95,7 @@ def _block(
         for block, sizes in zip((teacher, student), weights, strict=True)
     ]
 
-    again = recomputed_bytes(student.graph)
+    again = recomputed_bytes(student.graph) if may_recompute(student) else math.inf
 
     def curve(block: Block, example: int, passes: int, device: Device) -> Curve:
         return Curve(tuple(rows), tuple(passes * _seconds(block.graph, r / example, device) for r in rows))

@@ -49,6 +49,15 @@ class Curve:
     def times(self, factor: float) -> Curve:
         return replace(self, values=tuple(v * factor for v in self.values))
 
+    def extended(self) -> Curve:
+        """With values in proportion to the rows where they are infinite: what it would be if it fitted."""
+        finite = [(r, v) for r, v in zip(self.rows, self.values, strict=True) if math.isfinite(v)]
+        if not finite:
+            return self
+        most, value = finite[-1]
+        filled = (v if math.isfinite(v) else value * r / most for r, v in zip(self.rows, self.values, strict=True))
+        return replace(self, values=tuple(filled))
+
     def at(self, rows: int) -> float:
         """The cost of `rows` rows; nothing for none. A single known value is in proportion to the rows."""
         if rows <= 0:
@@ -59,6 +68,10 @@ class Curve:
         (r0, r1), (v0, v1) = self.rows[i - 1 : i + 1], self.values[i - 1 : i + 1]
         if math.isinf(v1) and rows > r0:
             return math.inf
+        if math.isinf(v0):  # too few rows for a batch norm, say
+            return math.inf if rows < r1 else v1
+        if rows < r0:  # below what is known: no less than in proportion
+            return max(v0 + (v1 - v0) * (rows - r0) / (r1 - r0) if math.isfinite(v1) else 0.0, v0 * rows / r0)
         return max(v0 + (v1 - v0) * (rows - r0) / (r1 - r0) if math.isfinite(v1) else v0, 0.0)
 
 
@@ -77,5 +90,8 @@ def at_rows(curves: Sequence[Curve], rows: Sequence[int]) -> Tensor:
             (r0, r1), (v0, v1) = (ends[i - 1], ends[i]), (values[:, i - 1], values[:, i])
             line = torch.where(v1.isfinite(), v0 + (v1 - v0) * (wanted - r0) / (r1 - r0), v0)
             own = torch.where(v1.isinf() & (wanted > r0), torch.inf, line.clamp(min=0.0))
+            below = torch.maximum(torch.where(v1.isfinite(), line, 0.0), v0 * wanted / r0)
+            own = torch.where(wanted < r0, below, own)
+            own = torch.where(v0.isinf(), torch.where(wanted < r1, torch.inf, v1), own)
         found[where] = torch.where(wanted > 0, own, 0.0)
     return found

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..ranks import Header, Peers
+from ..ranks import STOP, Header, Peers
 
 _MESSAGES, _TIMES = 8, 3
 
@@ -51,6 +51,11 @@ class MeasureLinks:
 
             messages.append(_per_message(ping) / 2)
             sums.append(_per_message(reduce))
+        if there is not None and back is not None:
+            there.send(Header(STOP))
+            back.take()
+            there.join()
+            back.join()
         return messages, sums
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..blocks.verify import set_mode
 from ..parts import Part, Student
 from ..parts.channels import ChannelMaps
+from ..parts.part import on_device
 from ..ranks import Peers
 from ..ranks.memory import Peak
 from ..ranks.message import dense
@@ -70,22 +71,21 @@ class MeasureBlocks:
     def __call__(self, peers: Peers, told: Callable[[int], Any] = lambda blocks: None) -> list[dict[int, Measured]]:
         """By block and rows; `told` is called when so many blocks have been measured at a number of rows."""
         on, students = peers.device, []
-        for part in self.parts:
+        parts = list(on_device({part.block: part for part in self.parts}, on).values())
+        for part in parts:
             assert part.student is not None
-            part.teacher.to(on)
-            part.student.module.to(on)
             set_mode([part.teacher], False)
             set_mode([part.student.module], True)
-        weights = [p for part in self.parts if part.student for p in part.student.module.parameters()]
+        weights = [p for part in parts if part.student for p in part.student.module.parameters()]
         like = next((p for p in weights if p.is_floating_point()), torch.zeros((), device=on))
-        maps = ChannelMaps({p.block: (p.student.before, p.student.behind) for p in self.parts if p.student}, like)
-        for part in self.parts:
+        maps = ChannelMaps({p.block: (p.student.before, p.student.behind) for p in parts if p.student}, like)
+        for part in parts:
             assert part.student is not None
             students.append(Student(part.student, like))
             students[-1].train_too(maps.of_block(part.block))
         found = []
         for rows in self.rows:
-            found.append(_Blocks(self, rows, students, maps, on).run())
+            found.append(_Blocks(self, parts, rows, students, maps, on).run())
             told(len(students))
         return [dict(zip(self.rows, of_block, strict=True)) for of_block in zip(*found, strict=True)]
 
@@ -94,9 +94,16 @@ class _Blocks:
     """The blocks of a job at one number of rows."""
 
     def __init__(
-        self, job: MeasureBlocks, rows: int, students: list[Student], maps: ChannelMaps, device: torch.device
+        self,
+        job: MeasureBlocks,
+        parts: list[Part],
+        rows: int,
+        students: list[Student],
+        maps: ChannelMaps,
+        device: torch.device,
     ) -> None:
-        self.job, self.students, self.maps, self.device = job, students, maps, device
+        self.job, self.parts, self.students, self.maps, self.device = job, parts, students, maps, device
+        self.whole = rows >= job.batch
         self.boundary = tuple(t[: rows * f].to(device) for t, f in zip(job.boundary, job.folded, strict=True))
         self.given = [
             [(t[:rows] if t.ndim and t.shape[0] == job.batch else t).to(device) for t in side]
@@ -116,15 +123,19 @@ class _Blocks:
         except (torch.OutOfMemoryError, MemoryError):
             return [NOT_FITTING for _ in blocks]
         except RuntimeError as error:
-            if "not enough memory" not in str(error):  # what the CPU's allocator says
+            if self.whole and "not enough memory" not in str(error):  # what the CPU's allocator says
                 raise
             return [NOT_FITTING for _ in blocks]
+        except ValueError:
+            if self.whole:
+                raise
+            return [NOT_FITTING for _ in blocks]  # a batch norm over one value, say
         return [self._measured(b) for b in blocks]
 
     def _step(self, number: int) -> None:
         """All teachers, then all students."""
         boundaries, note = [self.boundary], number == 1
-        for b, part in enumerate(self.job.parts):
+        for b, part in enumerate(self.parts):
             peak = Peak(self.device) if note else None
             start = self.clock()
             with torch.no_grad():
@@ -144,7 +155,7 @@ class _Blocks:
 
     def _student(self, b: int, student: Student, before: Boundary, after: Boundary, number: int) -> int:
         """One student's step. Returns: bytes of its gradients."""
-        block = self.job.parts[b].block
+        block = self.parts[b].block
         student.begin()
         start = self.clock()
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import time
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from ..blocks import Split
 from ..cluster import Cluster
 from ..graph.randomness import same_randomness
-from ..graph.state import module_tensors, untouched
+from ..graph.state import copied, module_tensors, untouched
 from ..hardware import Link
 from ..parts import Part, parts_of
 from ..ranks import Group, Peers
@@ -102,7 +101,7 @@ class _Measuring:
         self.ranks = range(group.size)
         self.examples = [a.head(batch) for a in (split.teacher.example, split.student.example)]
         self.rows = numbers_of_rows(batch, group.size)
-        student = copy.deepcopy(split.student.model).train()
+        student = copied(split.student.model).train()
         self.parts = parts_of(split, student, recipe)
         names = [_name(d) for d in group.cluster.devices]
         self.kinds = sorted(set(names))
@@ -189,7 +188,7 @@ class _Measuring:
         """What every rank measures of consecutive block pairs, by block."""
         tensors = [tuple(example.tensors) for example in self.examples]
         job = MeasureBlocks(
-            tuple(copy.deepcopy(list(parts))), boundary, tensors[0], tensors[1], folded, self.batch, self.rows,
+            tuple(parts), boundary, tensors[0], tensors[1], folded, self.batch, self.rows,
             self.seconds * len(parts) / len(self.parts),
         )  # fmt: skip
         what = f"blocks {parts[0].block} to {parts[-1].block} for the profile"
@@ -233,12 +232,12 @@ class _Measuring:
         saved = curves("saved")[0]
         update = tuple(m[self.rows[-1]].update for m in by_kind)
         recomputed = None
-        if base.recomputed is not None and base.saved.values[0]:
-            recomputed = saved.times(min(1.0, base.recomputed.values[0] / base.saved.values[0]))
+        if base.recomputed is not None:
+            recomputed = saved.extended().times(base.recomputed.values[0] / base.saved.values[0])
         return replace(
             base,
-            teacher=curves("teacher"),
-            student=curves("student"),
+            teacher=tuple(c.extended() for c in curves("teacher")),
+            student=tuple(c.extended() for c in curves("student")),
             update=update,
             saved=saved,
             recomputed=recomputed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from .randomness import generator_moved, generator_state, is_generator, same_randomness, set_generator_state
 
 PRIMITIVES = (bool, int, float, complex, str, bytes, type(None))
@@ -194,3 +196,23 @@ def module_tensors(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
 def storage_of(tensor: Tensor) -> int:
     """An id of the memory behind a tensor; views share it."""
     return tensor.untyped_storage()._cdata
+
+
+def copied(student: nn.Module) -> nn.Module:
+    """A copy of the student, to be trained. Errors: InputError if it cannot be copied."""
+    attributes = Attributes(student)
+    for module in student.modules():  # weight_norm keeps a computed tensor that deepcopy refuses
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                vars(module)[name] = value.detach()
+    try:
+        return copy.deepcopy(student)
+    except Exception as error:
+        raise InputError(
+            "The student cannot be copied; it is trained on a copy so that an error leaves yours whole.",
+            given=f"{type(error).__name__}: {error}",
+            expected="a module that copy.deepcopy accepts",
+            do="detach tensors that the model keeps as plain attributes",
+        ) from error
+    finally:
+        attributes.restore()

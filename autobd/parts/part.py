@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..blocks import Split
@@ -140,3 +142,17 @@ def tensors_at(module: nn.Module, paths: Mapping[str, str]) -> dict[str, Any]:
     """The tensors of a block by their keys in the student."""
     own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
     return {key: own[path] for path, key in paths.items()}
+
+
+def on_device(parts: Mapping[int, Part], device: torch.device) -> dict[int, Part]:
+    """The parts on a device: themselves if they are there, else copies."""
+    moved = dict(parts)
+    modules = [p.teacher for p in parts.values()] + [p.student.module for p in parts.values() if p.student is not None]
+    if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
+        moved = copy.deepcopy(moved)  # at once, so that what blocks share stays shared
+        for part in moved.values():
+            part.teacher.to(device)
+            if part.student is not None:
+                for module in part.student.modules:
+                    module.to(device)
+    return moved

@@ -27,9 +27,8 @@ def recomputing(module: fx.GraphModule, graph: fx.Graph) -> nn.Module | None:
     """
     segments = _best(graph)[1]
     number = {node.name: i for i, segment in enumerate(segments) for node in segment}
-    own = [n for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
-    read = [getattr(module, str(n.target), None) for n in module.graph.nodes if n.op == "get_attr"]
-    if len(segments) < 2 or [n.name for n in own] != list(number) or not all(map(_is_weight, read)):
+    own = [n.name for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    if len(segments) < 2 or own != list(number) or not reads_weights_alone(module.graph, module):
         return None
     current = 0
 
@@ -47,6 +46,18 @@ def recomputing(module: fx.GraphModule, graph: fx.Graph) -> nn.Module | None:
 def recomputed_bytes(graph: fx.Graph) -> int:
     """Bytes of activations that are held at most, at the example's batch size."""
     return _best(graph)[0]
+
+
+def reads_weights_alone(graph: fx.Graph, model: nn.Module) -> bool:
+    """Whether a block can be parted: a buffer or a mode that it reads by itself would be that of another copy."""
+    return all(isinstance(_get(model, str(n.target)), nn.Parameter) for n in graph.nodes if n.op == "get_attr")
+
+
+def _get(model: nn.Module, target: str) -> object:
+    found: object = model
+    for name in target.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 class Segment(nn.Module):
@@ -81,10 +92,6 @@ def _with_buffers(values: list[tuple[nn.Module, dict[str, Tensor]]]) -> Iterator
     finally:
         for layer, buffers in own:
             layer._buffers.update(buffers)
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, nn.Parameter)  # a buffer, or a mode, would be read from the whole block's copy
 
 
 def _best(graph: fx.Graph) -> tuple[int, list[list[fx.Node]]]:

@@ -30,7 +30,8 @@ class ShareLosses:
 
 @dataclass(frozen=True)
 class BlockState:
-    """What the training of a block goes on from on another rank, beside its weights.
+    """What the training of a block goes on from on another rank, beside its weights: what optimizers and losses keep
+    elsewhere than in `state_dict` begins anew.
 
     Attributes:
         optimizer: its `state_dict`; `normalisers`: of its losses; `maps`: its channel maps, by name.
@@ -78,6 +79,10 @@ class Student:
         """Go on from `state`; `maps`: the block's own channel maps."""
         if self.optimizer is not None and state.optimizer is not None:
             self.optimizer.load_state_dict(state.optimizer)
+            for number, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
+                for name, value in state.optimizer["state"].get(number, {}).items():
+                    if isinstance(value, Tensor) and value.dtype != self.optimizer.state[p][name].dtype:
+                        self.optimizer.state[p][name] = value.to(p.device)  # it was cast to the parameter's
         if state.normalisers is not None:
             self.normalisers = [t.to(self.like.device) for t in state.normalisers]
         with torch.no_grad():

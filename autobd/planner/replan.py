@@ -77,7 +77,7 @@ def compute_seconds(plan: Plan, profile: Profile) -> dict[tuple[int, int], float
                 key = rank, block
                 found[key] = found.get(key, 0.0) + profile.blocks[block].teacher[kind].at(rows)
                 if block in a.blocks:
-                    found[key] += profile.blocks[block].student[kind].at(rows)
+                    found[key] += profile.blocks[block].student_seconds(kind, rows, a.microbatches, a.recompute)
     return found
 
 

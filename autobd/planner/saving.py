@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -61,7 +62,9 @@ def only_where_needed(plan: Plan, profile: Profile, way: Way, limits: Sequence[f
 
 def fits(plan: Plan, profile: Profile, limits: Sequence[float]) -> bool:
     """Whether every rank's bytes are within its limit."""
-    return all(held <= most for held, most in zip(rank_bytes(plan, profile), limits, strict=True))
+    return all(
+        math.isfinite(held) and held <= most for held, most in zip(rank_bytes(plan, profile), limits, strict=True)
+    )
 
 
 def _curve(rows: set[int], value: Callable[[int], float]) -> Curve:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import subprocess
 import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property, partial
 from threading import Thread
 from types import TracebackType
@@ -24,7 +22,7 @@ from . import local
 from .control import RemoteTraceback, Report, posted, receive_bytes, send_bytes
 from .memory import memory_kept
 from .peers import ALL, Groups, Peers
-from .pickling import culprit, dumps
+from .pickling import culprit, dumps, loads
 from .store import DirectoryStore
 from .waiting import Lost, Patience, Waiter
 from .worker import torch_settings
@@ -124,7 +122,7 @@ class Group:
         finally:
             peers.close()
         for rank in ranks:
-            given = pickle.loads(self._wait(partial(receive_bytes, self._control, rank)))
+            given = loads(self._wait(partial(receive_bytes, self._control, rank)))
             if results is not None:
                 results[rank] = given
         return result
@@ -147,9 +145,8 @@ class Group:
         self._broken = True
         self._finish()
         self.__dict__.pop("_control", None)
-        with suppress(TimeoutError):  # a connection's last call may not return; Ctrl-C has to work meanwhile
-            self._waiter.submit(self._groups.close).result(Patience(_LET_GO))
-        self._waiter.close()
+        self._waiter.submit(self._groups.close)  # not here: a call into a broken connection may not return
+        self._waiter.close(_LET_GO)
 
     def __enter__(self) -> Group:
         return self

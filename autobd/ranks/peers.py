@@ -45,9 +45,9 @@ class Peers:
         """Where this rank computes."""
         return self._devices[self.rank]
 
-    def sender(self, target: int, tag: int, slots: int, carries: str) -> Sender:
-        """The sending end of an edge; `tag` is its number in this run."""
-        place, lane = Place(self.rank, target, carries), self._lane(self.rank, target, tag)
+    def sender(self, target: int, tag: int, slots: int, carries: str, keep: bool = False) -> Sender:
+        """The sending end of an edge; `tag` is its number in this run; `keep` as at the other end."""
+        place, lane = Place(self.rank, target, carries), None if keep else self._lane(self.rank, target, tag)
         sender = Sender(self._messages(), place, self._tag(tag), slots, self.patience, lane)
         self._ends.append(sender)
         return sender
@@ -91,7 +91,7 @@ class Peers:
         if not _have_nccl([self._devices[source], self._devices[target]]):
             return Lane(self.device)
         # Relays have communicators of their own: one for each edge, so that nothing waits for another edge's turn.
-        group = self._make_group(f"edge {tag}", [source, target], "nccl")
+        group = self._make_group(f"edge {tag} from {source} to {target}", [source, target], "nccl")
         return Lane(self.device, group, int(self.rank == source))
 
     def _tag(self, tag: int) -> int:

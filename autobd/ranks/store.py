@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import time
@@ -35,8 +36,9 @@ class DirectoryStore(dist.Store):  # type: ignore[misc, name-defined]
             with tempfile.NamedTemporaryFile(dir=self.path, prefix="new-", delete=False) as file:
                 file.write(value.encode() if isinstance(value, str) else value)
             os.replace(file.name, self._file(key))
-        except FileNotFoundError as error:
-            raise RuntimeError(f"the ranks' directory {self.path} is gone") from error
+        except OSError as error:
+            gone = not self.path.exists()
+            raise RuntimeError(f"the ranks' directory {self.path} {'is gone' if gone else f': {error}'}") from error
 
     def get(self, key: str) -> bytes:
         """Wait for a value. Errors: as for `wait`."""
@@ -61,4 +63,4 @@ class DirectoryStore(dist.Store):  # type: ignore[misc, name-defined]
         return dist.FileStore(str(self.path / "nccl"), -1)  # type: ignore[attr-defined]
 
     def _file(self, key: str) -> Path:
-        return self.path / key.encode().hex()
+        return self.path / hashlib.sha256(key.encode()).hexdigest()

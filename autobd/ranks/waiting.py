@@ -86,19 +86,21 @@ class Waiter:
 
     def __init__(self) -> None:
         self._todo: queue.Queue[tuple[Pending, Callable[[], Any]] | None] = queue.Queue()
-        self._started = False
+        self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], Any], for_what: str | None = None) -> Pending:
-        if not self._started:
-            self._started = True
-            threading.Thread(target=_run, args=(self._todo,), daemon=True, name="waiter").start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._todo,), daemon=True, name="waiter")
+            self._thread.start()
         pending = Pending(for_what)
         self._todo.put((pending, function))
         return pending
 
-    def close(self) -> None:
-        """Let the thread end when it has done what there is."""
+    def close(self, patience: float = 0.0) -> None:
+        """Let the thread end when it has done what there is; wait for that up to `patience` seconds."""
         self._todo.put(None)
+        if self._thread is not None:
+            self._thread.join(patience)
 
 
 def _run(todo: queue.Queue[tuple[Pending, Callable[[], Any]] | None]) -> None:

@@ -17,7 +17,7 @@ import torch
 from .control import Report, post, receive_bytes, send_bytes
 from .memory import memory_kept
 from .peers import ALL, Groups, Peers
-from .pickling import loads
+from .pickling import dumps, loads
 from .store import DirectoryStore
 from .waiting import Lost, Patience
 
@@ -39,7 +39,7 @@ def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, sto
                 result = job(peers)
             peers.close()
             del job
-            send_bytes(control, 0, pickle.dumps(result))
+            send_bytes(control, 0, dumps(result))
     except BaseException as error:
         with suppress(RuntimeError):  # nobody is there to find it
             post(store, rank, Report.of(error))

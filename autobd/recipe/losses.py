@@ -80,9 +80,9 @@ def evaluate(loss: Loss, student: Tensor, teacher: Tensor, where: str, split: bo
         )
     if split and value.ndim == 0:
         raise LossError(
-            f"{where}: the loss gives one value for all rows, but the batch is split over replicas.",
+            f"{where}: the loss gives one value for all rows, but the batch is split (replicas, microbatches).",
             given="shape []",
             expected=f"shape [{len(student)}]: values of shares of the batch then add up",
-            do="return one value per row, or use a plan without replicas: strategy='tr+dpu'",
+            do="return one value per row, or use strategy='tr+dpu' and devices that hold the whole batch",
         )
     return value.mean()

@@ -34,7 +34,7 @@ class Links:
             self.results = {r: peers.receiver(r, back + r, "losses and weights", keep=True) for r in others}
             self.announce = {r: peers.sender(r, down + r, 2, "news") for r in others}
         else:
-            self.report = peers.sender(0, back + rank, 2, "losses and weights")
+            self.report = peers.sender(0, back + rank, 2, "losses and weights", keep=True)
             self.news = peers.receiver(0, down + rank, "news")
         taken = [e for i in program.ranks[rank] for e in i.edges if e in self.receivers]
         self._first = taken[0] if taken else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +14,7 @@ from ..blocks.verify import set_mode
 from ..errors import AutobdError, LossError, RankError
 from ..parts.channels import ChannelMaps
 from ..parts.form import Form
-from ..parts.part import Part, StudentPart
+from ..parts.part import Part, StudentPart, on_device
 from ..parts.randomness import keyed, student_seed
 from ..parts.student import BlockState, ShareLosses, Student
 from ..planner.plan import intervals
@@ -48,7 +47,7 @@ class Rank(Exchange):
         peers: Peers,
         states: Mapping[int, BlockState] | None = None,
     ) -> None:
-        super().__init__(number, program, _on(parts, peers.device), peers)
+        super().__init__(number, program, on_device(parts, peers.device), peers)
         self._held, self._peak = held_bytes(self.parts), Peak(peers.device)
         self.seed = seed
         students = {b: part.student for b, part in self.parts.items() if part.student is not None}
@@ -314,17 +313,3 @@ def _set_modes(parts: Mapping[int, Part]) -> None:
 def _like(students: Mapping[int, StudentPart]) -> Tensor:
     parameters = [p for s in students.values() for p in s.module.parameters() if p.is_floating_point()]
     return next(iter(parameters), torch.zeros(()))
-
-
-def _on(parts: Mapping[int, Part], device: torch.device) -> dict[int, Part]:
-    """The parts on a device: themselves if they are there, else copies."""
-    moved = dict(parts)
-    modules = [p.teacher for p in parts.values()] + [p.student.module for p in parts.values() if p.student is not None]
-    if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
-        moved = copy.deepcopy(moved)  # at once, so that what blocks share stays shared
-        for part in moved.values():
-            part.teacher.to(device)
-            if part.student is not None:
-                for module in part.student.modules:
-                    module.to(device)
-    return moved

@@ -29,5 +29,5 @@ def statistics_note(split: Split, plan: Plan) -> str | None:
     named = ", ".join(map(str, blocks))
     return (
         f"the batch is split over replicas or into microbatches in blocks {named}: batch norms there use their own "
-        "rows, and the running statistics of the first share are kept"
+        "rows, and the running statistics of the first replica are kept"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,12 +16,12 @@ from tqdm import tqdm
 from ..blocks import Split
 from ..errors import InputError
 from ..graph import Arguments
-from ..graph.state import Attributes, module_tensors, untouched
+from ..graph.state import copied, module_tensors, untouched
 from ..parts import BlockState, Part, parts_of
 from ..parts.channels import Place, between, plain_weights
 from ..parts.form import Form
 from ..planner import Plan
-from ..program import Program, Trace, build
+from ..program import Program, Trace
 from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
 from ..ranks.pickling import dumps
 from ..ranks.waiting import Waiter
@@ -49,6 +48,7 @@ class Trained:
 
 
 ToPair = Callable[[Any], tuple[Arguments, Arguments]]
+Replan = Callable[[Program, Trace], Program | None]
 
 
 def train(
@@ -62,7 +62,7 @@ def train(
     group: Group,
     teacher_writes: Sequence[str] = (),
     start: Mapping[str, Tensor] | None = None,
-    replan: Callable[[Program, Trace], Plan | None] = lambda program, trace: None,
+    replan: Replan | None = None,
 ) -> Trained:
     """Train the student of `split` in place, on the ranks of `group`.
 
@@ -74,12 +74,12 @@ def train(
         progress: show a progress bar with the relative loss of each block.
         teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         start: values that tensors of the student begin with, by key.
-        replan: asked at every epoch's end but the last: a plan to go on with, if it is to be another one.
+        replan: asked at every epoch's end but the last: another program to go on with, or None; None: never.
 
     Errors: LossError and InputError as they occur, RankError for a rank that failed; they name the block and step.
     """
     reader = batches.reader if isinstance(batches, OwnRows) else None
-    parts = _parts(split, recipe, start or {})
+    parts = _parts(split, recipe, program.plan, start or {})
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         teacher = split.teacher.model
@@ -90,11 +90,11 @@ def train(
         bar = stack.enter_context(
             tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
         )
-        loop = Loop(split, program, recipe, batches, to_pair, bar, replan)
+        loop = Loop(split, program, recipe, batches, to_pair, bar, replan, start or {})
         states: dict[int, BlockState] = {}
         while True:
             given = jobs(loop.program, parts, seed, reader, states)
-            del parts
+            parts, states = [], {}
             own, found = given.pop(0), dict[int, dict[int, BlockState]]()
             states = group.run(
                 partial(loop.run, own),
@@ -106,18 +106,18 @@ def train(
                 break
             for of_rank in found.values():
                 states |= of_rank
-            parts = _parts(split, recipe, loop.values)
-            loop.program = build(loop.moves_to, split, program.own_input, program.own_rows)
+            parts = _parts(split, recipe, loop.moves_to.plan, {**loop.start, **loop.values})
+            loop.program = loop.moves_to
     assert loop.trace is not None
     return Trained(loop.history, loop.program, loop.trace, loop.maps)
 
 
-def _parts(split: Split, recipe: Recipe, start: Mapping[str, Tensor]) -> list[Part]:
-    student = _copy(split.student.model)
+def _parts(split: Split, recipe: Recipe, plan: Plan, start: Mapping[str, Tensor]) -> list[Part]:
+    student = copied(split.student.model)
     tensors = (*student.named_parameters(), *student.named_buffers())
     _copy_all([(tensor, start[name]) for name, tensor in tensors if name in start])
     student.train()
-    return parts_of(split, student, recipe)
+    return parts_of(split, student, recipe, [b for a in plan.assignments if a.recompute for b in a.blocks])
 
 
 class Loop:
@@ -131,17 +131,18 @@ class Loop:
         batches: Batches,
         to_pair: ToPair,
         bar: Any,
-        replan: Callable[[Program, Trace], Plan | None],
+        replan: Replan | None,
+        start: Mapping[str, Tensor],
     ) -> None:
         self.split, self.program, self.recipe, self.batches = split, program, recipe, batches
-        self.to_pair, self.bar, self.replan = to_pair, bar, replan
+        self.to_pair, self.bar, self.replan, self.start = to_pair, bar, replan, start
         self.history = History()
         self.done = self.epoch = 0  # steps and epochs
         self.refreshed: list[int] = []
         self.values: dict[str, Tensor] = {}
         self.maps: dict[Place, Tensor] = {}
         self.trace: Trace | None = None
-        self.moves_to: Plan | None = None
+        self.moves_to: Program | None = None
         self._started = time.perf_counter()
 
     def run(self, job: Job, peers: Peers) -> dict[int, BlockState]:
@@ -169,9 +170,9 @@ class Loop:
                     break
             self._end_epoch(rank, collector)
             self.epoch += 1
-            self.trace = collector.trace()
-            if self.epoch < epochs and self.done != recipe.steps:
-                self.moves_to = self.replan(self.program, self.trace)
+            if self.replan is not None and self.epoch < epochs and self.done != recipe.steps:
+                self.moves_to = self.replan(self.program, collector.trace())
+        self.trace = collector.trace()
         rank.links.pass_on(STOP, self.done)
         ask = [torch.zeros(1)] if self.moves_to else []
         for sender in rank.links.announce.values():
@@ -229,7 +230,7 @@ class Loop:
         for other in self.refreshed:
             rank.links.announce[other].send(Header(EPOCH, self.done), by_name(values))
         self.maps = between(self.split, values)
-        write_back(values | plain_weights(self.split, values), self.split.student.model)
+        write_back({**self.start, **values, **plain_weights(self.split, values)}, self.split.student.model)
         self.history.seconds = time.perf_counter() - self._started
         self._show()
 
@@ -267,25 +268,6 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for to, value in pairs:
             to.copy_(value)
-
-
-def _copy(student: nn.Module) -> nn.Module:
-    attributes = Attributes(student)
-    for module in student.modules():  # weight_norm keeps a computed tensor that deepcopy refuses
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Tensor) and not value.is_leaf:
-                vars(module)[name] = value.detach()
-    try:
-        return copy.deepcopy(student)
-    except Exception as error:
-        raise InputError(
-            "The student cannot be copied; it is trained on a copy so that an error leaves yours whole.",
-            given=f"{type(error).__name__}: {error}",
-            expected="a module that copy.deepcopy accepts",
-            do="detach tensors that the model keeps as plain attributes",
-        ) from error
-    finally:
-        attributes.restore()
 
 
 def check_like(pair: Sequence[Arguments], split: Split) -> None:

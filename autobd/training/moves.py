@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from ..blocks import Split
 from ..costs import Profile
-from ..planner import Plan, replan
-from ..program import Program, Trace
+from ..errors import PlanError
+from ..planner import replan
+from ..program import Program, Trace, build
 from ..runtime import statistics_note
 
 
 class Moves:
-    """Plans made anew at epoch ends.
+    """Programs made anew at epoch ends, by what the epoch has shown.
 
     Arguments:
-        strategy: as asked for; None or a plan of the user's own: never.
+        strategy: as asked for.
 
     Attributes:
         profile: what the last plan was made by; `notes`: what happened.
     """
 
-    def __init__(self, split: Split, profile: Profile, strategy: str | Plan | None) -> None:
+    def __init__(self, split: Split, profile: Profile, strategy: str) -> None:
         self.profile, self.notes = profile, list[str]()
         self._split, self._strategy = split, strategy
 
-    def look(self, program: Program, trace: Trace) -> Plan | None:
-        """A plan to move to, by what the epoch has shown."""
-        if not isinstance(self._strategy, str):
-            return None
-        found = replan(program.plan, self.profile, trace.work, self._strategy)
-        if found is None:
+    def look(self, program: Program, trace: Trace) -> Program | None:
+        """What to go on with; None: as before."""
+        try:
+            found = replan(program.plan, self.profile, trace.work, self._strategy)
+            if found is None:
+                return None
+            new = build(found.plan, self._split, program.own_input, program.own_rows)
+        except PlanError:  # by the measured times nothing fits, or ranks would wait for each other: what runs goes on
             return None
         self.profile = found.profile
         self.notes += [f"planned again: {found.text}", *filter(None, [statistics_note(self._split, found.plan)])]
-        return found.plan
+        return new

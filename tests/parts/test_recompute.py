@@ -1,6 +1,9 @@
 """Activations that are computed again: the same numbers to the bit, and less memory."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -97,6 +100,29 @@ def test_any_network_gives_the_same_with_its_blocks_computed_again(teacher, seed
     assert results[0][0] == results[1][0]
     for name, value in results[0][1].items():
         assert torch.equal(value, results[1][1][name]), name
+
+
+@pytest.mark.timeout(60)
+def test_a_run_holds_less_where_its_plan_computes_again():
+    """On a rank of its own, whose peak its own process reads; memory is given back at once."""
+    held = []
+    for again in (False, True):
+        script = f"""
+import torch
+import autobd
+from autobd.planner import Assignment, Plan
+from test_recompute import deep
+
+plan = Plan("mine", 16, ("cpu",), (Assignment((0, 1), (0,), (16,), "store", 1, {again}),))
+data = [torch.randn(16, 8, 64, 64)] * 2
+result = autobd.distill(deep(4), deep(24), data, cuts=[("3", "3")], strategy=plan, devices=["cpu"], progress=False)
+print(result.trace.memory[0])
+"""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        held.append(float(done.stdout.split()[-1]))
+    assert held[1] < 0.6 * held[0]
 
 
 def test_a_plan_is_made_where_activations_do_not_fit():

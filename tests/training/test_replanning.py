@@ -151,7 +151,7 @@ def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
         programs = [build(p, found, own_input=own_input) for p in todo]
     except (PlanError, SplitError):
         assume(False)
-    moves = iter(todo[1:])
+    moves = iter(programs[1:])
     arguments = lambda batch: (Arguments.from_batch(batch, teacher), Arguments.from_batch(batch, student))  # noqa: E731
     result = train(
         found, programs[0], recipe, Batches(given_batches, None, 3), arguments, 3, False, group,
