@@ -127,7 +127,9 @@ def batches(draw, image):
 
 
 @st.composite
-def plans(draw, blocks, devices, kinds=("relay", "prefix", "store", "mixed"), apart=(), replicas=True):
+def plans(
+    draw, blocks, devices, kinds=("relay", "prefix", "store", "mixed"), apart=(), replicas=True, microbatched=True
+):
     """Random plans; `apart[b]` False keeps block `b` with the one before."""
     world, rows = len(devices), draw(st.integers(1, 6))
     kind = draw(st.sampled_from(kinds))
@@ -150,7 +152,7 @@ def plans(draw, blocks, devices, kinds=("relay", "prefix", "store", "mixed"), ap
         source = "store" if kind == "store" else "relay" if relay else "prefix"
         cuts = sorted(draw(st.permutations(range(1, rows)))[: count - 1])
         shares = tuple(y - x for x, y in pairwise([0, *cuts, rows]))
-        parts = draw(st.integers(1, min(shares))) if draw(st.booleans()) else 1
+        parts = draw(st.integers(1, min(shares))) if microbatched and draw(st.booleans()) else 1
         assignments.append(Assignment(tuple(range(a, b)), ranks, shares, source, parts, draw(st.booleans())))
         before = ranks
     if kind == "mixed":

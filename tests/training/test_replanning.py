@@ -147,7 +147,9 @@ def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
         verification = found.verify()
         found = found.fit(found.teacher.example, verification.teacher_writes)
         own_input = recipe.block_input == "student"
-        todo = [data.draw(plans(len(found), group.cluster.devices, replicas=False)) for _ in range(3)]
+        todo = [
+            data.draw(plans(len(found), group.cluster.devices, replicas=False, microbatched=False)) for _ in range(3)
+        ]
         programs = [build(p, found, own_input=own_input) for p in todo]
     except (PlanError, SplitError):
         assume(False)
