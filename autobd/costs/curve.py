@@ -50,12 +50,12 @@ class Curve:
         return replace(self, values=tuple(v * factor for v in self.values))
 
     def extended(self) -> Curve:
-        """With values in proportion to the rows where they are infinite: what it would be if it fitted."""
+        """With values in proportion to the rows behind the last finite one: what they would be if it fitted."""
         finite = [(r, v) for r, v in zip(self.rows, self.values, strict=True) if math.isfinite(v)]
         if not finite:
             return self
         most, value = finite[-1]
-        filled = (v if math.isfinite(v) else value * r / most for r, v in zip(self.rows, self.values, strict=True))
+        filled = (v if r <= most else value * r / most for r, v in zip(self.rows, self.values, strict=True))
         return replace(self, values=tuple(filled))
 
     def at(self, rows: int) -> float:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from networks import assert_same, fingerprint, mlp
 from profiles import profiles
 from torch import nn
+from torch.nn.utils import weight_norm
 
 import autobd
 from autobd.cluster import Cluster
 from autobd.costs import Curve, Kind, Link, Profile, analytic, at_rows
-from autobd.errors import InputError
+from autobd.errors import AutobdError, InputError
 
 HOME = torch.device("cpu")
 
@@ -242,3 +243,30 @@ def test_many_curves_at_once_are_each_by_itself(known, values, wanted):
     found = at_rows([curve, Curve((2,), (1.0,))], wanted)[0].tolist()
     assert found == pytest.approx([curve.at(rows) for rows in wanted])
     assert not any(math.isnan(v) for v in found)
+
+
+@pytest.mark.timeout(60)
+def test_layers_that_keep_a_computed_weight_can_be_measured():
+    def net(width):
+        return nn.Sequential(*(nn.Sequential(weight_norm(nn.Linear(6, width)), nn.Linear(width, 6)) for _ in range(2)))
+
+    teacher, student = net(8), net(4)
+    for model in (teacher, student):
+        model(torch.randn(2, 6))  # the weight is a tensor with a history now, which deepcopy refuses
+    split = autobd.split(teacher, student, torch.randn(4, 6), cuts=[("0", "0")])
+    assert autobd.profile(split, 1, budget=0.3, cached=False, progress=False).source == "measured"
+
+
+@pytest.mark.timeout(60)
+def test_shares_that_a_batch_norm_refuses_do_not_fit():
+    def net(width):
+        block = (nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 6)) for _ in range(2))
+        return nn.Sequential(*block)
+
+    split = autobd.split(net(8), net(4), torch.randn(2, 6), cuts=[("0", "0")])
+    found = autobd.profile(split, ["cpu"] * 2, threads=1, budget=0.3, cached=False, progress=False)
+    assert found.blocks[0].saved.at(1) == math.inf
+    assert math.isfinite(found.blocks[0].saved.at(2))
+    assert all(len(a.ranks) == 1 for a in autobd.plan(found).assignments)
+    with pytest.raises(AutobdError, match="not fit"):
+        autobd.plan(found, "ir")

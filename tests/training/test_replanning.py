@@ -110,6 +110,22 @@ def test_moved_blocks_keep_momentum_schedule_and_replicas():
 
 
 @pytest.mark.timeout(90)
+def test_frozen_weights_that_came_from_the_teacher_stay_through_a_move_and_are_handed_back():
+    teacher, student = mlp(4).double(), mlp(4, seed=1).double()
+    for part in student:
+        part[0].requires_grad_(False)
+    costs = Profile.of([1.0, 1.0, 6.0], [1.0, 1.0, 6.0], ROWS, devices=2).on(("cpu", "cpu"), (0, 0), (0, 0))
+    recipe = autobd.Recipe(logits=False, loss={0: Slow(), 1: Slow()}, epochs=3)
+    result = autobd.distill(
+        teacher, student, batches(), cuts=CUTS, devices=2, threads=1, profile=costs, progress=False, recipe=recipe,
+        strategy="tr+dpu", init="teacher",
+    )  # fmt: skip
+    assert any(n.startswith("planned again") for n in result.notes)
+    for mine, theirs in zip(student, teacher, strict=True):
+        assert torch.equal(mine[0].weight, theirs[0].weight)
+
+
+@pytest.mark.timeout(90)
 def test_moving_can_be_switched_off():
     result, _ = run(replan=False)
     assert [a.blocks for a in result.plan.assignments] == [(0, 1), (2,)]
