@@ -186,6 +186,9 @@ class Stages:
 
         ahead = at_rows([b.teacher[kind] for b in profile.blocks], rows).T
         behind = at_rows([b.student[kind] for b in profile.blocks], rows).T + each(lambda b: b.update[kind])
+        saved = at_rows([b.saved for b in profile.blocks], rows).T
+        never = ~(ahead + behind + saved).isfinite()  # blocks that do not fit with these shares, whatever the memory
+        ahead, behind, saved = (t.masked_fill(never, v) for t, v in ((ahead, 0.0), (behind, 0.0), (saved, torch.inf)))
         row = torch.tensor(rows, dtype=torch.float64)[:, None]
         boundary = each(lambda b: b.boundary)
         border = torch.nn.functional.pad(boundary, (1, 0))[borders] * row
@@ -193,12 +196,11 @@ class Stages:
         before, after = sums(ahead), sums(ahead + behind)
         gradients = each(lambda b: b.gradient_bytes)
         fits: Sequence[Tensor | None] = [None] * len(rows)
-        if self.memory < torch.inf:
+        if self.memory < torch.inf or never.any():
             weights = each(lambda b: b.teacher_bytes + b.student_bytes + b.gradient_bytes + b.state_bytes)
             held = sums(weights + boundary * row)
-            blocks = at_rows([b.saved for b in profile.blocks], rows)
-            saved = torch.stack([blocks[list(u)].amax(0) for u in profile.units], 1)
-            fits = [self._fits(*of_k) for of_k in zip(held, saved, border, rows, strict=True)]
+            of_unit = torch.stack([saved[:, list(u)].amax(1) for u in profile.units], 1)
+            fits = [self._fits(*of_k) for of_k in zip(held, of_unit, border, rows, strict=True)]
         every = zip(before, after, border, fits, strict=True)
         return {
             k: _Sums(ahead, total, at, sums(gradients), sums((gradients > 0).double()), fit)
@@ -210,7 +212,8 @@ class Stages:
         most = torch.nn.functional.pad(saved, (1, 0)).expand(self.units + 1, -1).triu(1).cummax(1).values
         edges = RECEIVING * border[:, None] + SENDING * border[None, :]
         both = held[None, :] - held[:, None] + most + edges
-        return both + self.profile.input_bytes * rows <= self.memory
+        both += self.profile.input_bytes * rows
+        return both.isfinite() & (both <= self.memory)
 
 
 def _seconds(link: Link, size: Tensor) -> Tensor:
