@@ -27,6 +27,7 @@ from ..ranks.message import dense
 from ..recipe.losses import mean_square, precise
 
 _WARM, _LEAST, _MOST = 2, 2, 50  # times that a thing is done; memory is measured in the second
+_SHARES = 8  # ranks that share a batch
 Boundary = tuple[Tensor, ...]
 
 
@@ -222,10 +223,11 @@ class _noting(saved_tensors_hooks):
 
 
 def numbers_of_rows(batch: int, ranks: int) -> tuple[int, ...]:
-    """Where to measure: the whole batch, and powers of two down to the smallest even share."""
+    """Where to measure: the even shares of up to eight ranks, the sizes that plans have; below, powers of two."""
+    shares = {-(-batch // k) for k in range(1, min(ranks, _SHARES) + 1)}
     least = -(-batch // ranks)
-    powers = [1 << i for i in range(batch.bit_length()) if (1 << i) * 2 > least]
-    return tuple(sorted({*powers, batch}))
+    powers = {1 << i for i in range(batch.bit_length()) if least <= 1 << i < min(shares)}
+    return tuple(sorted({*shares, *powers, least}))
 
 
 def medians(found: Sequence[Measured]) -> Measured:
