@@ -46,9 +46,9 @@ def test_no_chain_of_stages_is_faster_and_none_as_fast_fills_sooner(data, replic
     every = [p for p in chains(profile, replicas) if fits(p, profile)]
     if not every:
         with pytest.raises(PlanError, match="fit"):
-            plan(profile, "ahd" if replicas else "tr+dpu")
+            plan(profile, "ahd" if replicas else "tr+dpu", microbatches=1)
         return
-    found = plan(profile, "ahd" if replicas else "tr+dpu")
+    found = plan(profile, "ahd" if replicas else "tr+dpu", microbatches=1)
     scores = [slowest(p, profile) for p in every]
     assert slowest(found, profile) == pytest.approx(min(scores))
     assert fits(found, profile)
@@ -128,11 +128,11 @@ def test_more_devices_or_more_memory_is_never_slower(data):
         less = free.on(free.devices[:one_less], free.kind_of[:one_less], free.nodes[:one_less])
         assert slowest(plan(free, "ahd"), free) <= slowest(plan(less, "ahd"), less) * (1 + 1e-9)
     try:
-        tight = plan(profile, "ahd")
+        tight = plan(profile, "ahd", microbatches=1)
     except PlanError:
         return
     assert slowest(plan(free, "ahd"), free) <= slowest(tight, profile) * (1 + 1e-9)
-    looser = plan(profile, "ahd", memory=2 * profile.kinds[0].memory)
+    looser = plan(profile, "ahd", memory=2 * profile.kinds[0].memory, microbatches=1)
     assert slowest(looser, profile) <= slowest(tight, profile) * (1 + 1e-9)
 
 
