@@ -114,7 +114,7 @@ def test_statistics_of_one_share_are_told(group, assignments):
     plan = Plan("mine", 6, DEVICES, tuple(assignments))
     notes = group.distill(*pair, [torch.randn(6, 5)], strategy=plan, blocks=4).notes
     assert [n.partition(":")[0] for n in notes] == (
-        [] if assignments is STAGES else ["the batch is split over replicas in blocks 0"]
+        [] if assignments is STAGES else ["the batch is split over replicas or into microbatches in blocks 0"]
     )
 
 
