@@ -1,9 +1,10 @@
 """Automatic pipelined blockwise distillation of any two PyTorch models."""
 
-from .api import Distilled, distill
+from .api import distill
 from .bench import Bench, bench
 from .blocks import Split, split
 from .costs import Profile, profile
+from .distilled import Distilled
 from .errors import AutobdError
 from .graph import Captured, capture
 from .planner import Assignment, Plan, plan

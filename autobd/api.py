@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .blocks import Split, Verification, split
+from .blocks import Split, split
 from .blocks.folding import Wanted
 from .blocks.hybrid import hybrid as hybrid_student
 from .blocks.initialise import weights_from_teacher
@@ -21,56 +21,19 @@ from .blocks.ties import Policy
 from .cluster import Cluster
 from .costs import Profile, analytic
 from .costs import profile as measured
+from .distilled import Distilled, Shared, received, tensors_of
 from .errors import InputError
 from .graph import Arguments, called_as
 from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .planner import Plan, plan
-from .program import Program, Trace, build
+from .program import build
 from .ranks import Group
 from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
 from .recipe import Recipe
-from .report import Report, inspect
 from .runtime import statistics_note
-from .training import Batches, History, Moves, OwnRows, check_like, random_batches, train, write_back
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """What `distill` returns.
-
-    Attributes:
-        student: the caller's own object (taken out of a DataParallel wrapper), trained, with its own keys.
-        history: losses by step and block.
-        trace: when every rank did what, in the last 64 steps.
-        split, verification: the block pairs, and the proof that they are the models.
-        profile: what the plan was made by.
-        plan, program: who did what, in the end; `print(result.program)` shows the code that ran.
-        notes: what the user should know.
-        hybrid: the student with the adapters that could not be folded into it (see `split`); None if there are none.
-    """
-
-    student: nn.Module
-    history: History
-    trace: Trace
-    split: Split
-    verification: Verification
-    profile: Profile
-    plan: Plan
-    program: Program
-    notes: tuple[str, ...] = ()
-    hybrid: nn.Module | None = None
-
-    def report(self) -> Report:
-        """The plan and the run side by side, as text (`print`), page (`html`) and trace (`chrome_trace`)."""
-        own_input = self.program.own_input
-        return inspect(self.split, self.profile, self.plan, own_input=own_input, run=self.trace)
-
-    def __str__(self) -> str:
-        return "\n\n".join(
-            [str(self.split), str(self.plan), "\n".join([str(self.history), *(f"note: {n}" for n in self.notes)])]
-        )
+from .training import Batches, Moves, OwnRows, check_like, random_batches, train
 
 
 def distill(
@@ -172,7 +135,7 @@ def distill(
     ):
         if isinstance(group, Joined) and not group.leads:
             group.serve()
-            return _shared(group.share(), as_asked, teacher, student, home)
+            return received(group.share(), as_asked, student, home)
         with _telling(group):
             torch.manual_seed(seed)
             notes = []
@@ -198,10 +161,9 @@ def distill(
             program = build(chosen, found, own_input=recipe.block_input == "student", own_rows=own_rows)
             start = weights_from_teacher(found) if init == "teacher" else {}
             if init == "teacher":
-                notes.append(
-                    f'init="teacher" set {len(start)} of the student\'s {len(_tensors(student))} parameters and buffers'
-                )
-            moves = Moves(found, costs, strategy if isinstance(strategy, str) else strategy.strategy)
+                count = len(tensors_of(student))
+                notes.append(f'init="teacher" set {len(start)} of the student\'s {count} parameters and buffers')
+            moves = Moves(found, costs, chosen.strategy if isinstance(strategy, Plan) else strategy)
             # Modules kept whole may have state of their own, which stays where it is.
             may_move = replan and group.size > 1 and isinstance(strategy, str) and not found.student.opaque
             trained = train(
@@ -229,7 +191,7 @@ def distill(
             (*notes, *moves.notes),
         )
         if isinstance(group, Joined):
-            group.share(_Shared.of(done, recorded, trained.maps))
+            group.share(Shared.of(done, recorded, trained.maps))
     return replace(done, hybrid=hybrid_student(found, student, trained.maps))
 
 
@@ -289,39 +251,6 @@ def _telling(group: Group) -> Iterator[None]:
         if isinstance(group, Joined) and not group.broken:
             group.share(error)
         raise
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """What rank 0 tells the launcher's other processes at the end: `Distilled` without models, weights, and inputs to
-    split the models with."""
-
-    done: Distilled
-    recorded: tuple[Arguments, ...]
-    values: Mapping[str, Tensor]
-    maps: Mapping[tuple[int, int], Tensor]
-
-    @classmethod
-    def of(cls, done: Distilled, recorded: tuple[Arguments, ...], maps: Mapping[tuple[int, int], Tensor]) -> _Shared:
-        values = {name: t.detach().cpu() for name, t in _tensors(done.student).items()}
-        bare = replace(done, student=cast(Any, None), split=cast(Any, None))
-        cpu = torch.device("cpu")
-        return cls(bare, tuple(a.on(cpu) for a in recorded), values, {k: m.cpu() for k, m in maps.items()})
-
-
-def _shared(
-    told: Any, as_asked: Callable[[Any], Split], teacher: nn.Module, student: nn.Module, home: torch.device
-) -> Distilled:
-    """What rank 0 has shared, with this process's own models."""
-    if isinstance(told, Exception):
-        raise told
-    found = as_asked(tuple(a.on(home) for a in told.recorded))
-    write_back(told.values, student)
-    return replace(told.done, student=student, split=found, hybrid=hybrid_student(found, student, told.maps))
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _to_pair(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
@@ -102,7 +103,7 @@ class _Measuring:
         self.examples = [a.head(batch) for a in (split.teacher.example, split.student.example)]
         self.rows = numbers_of_rows(batch, group.size)
         student = copied(split.student.model).train()
-        self.parts = parts_of(split, student, recipe)
+        self.parts = parts_of(split, student, copy.deepcopy(recipe))  # losses may count their calls
         names = [_name(d) for d in group.cluster.devices]
         self.kinds = sorted(set(names))
         self.kind_of = tuple(self.kinds.index(n) for n in names)

@@ -156,3 +156,10 @@ def on_device(parts: Mapping[int, Part], device: torch.device) -> dict[int, Part
                 for module in part.student.modules:
                     module.to(device)
     return moved
+
+
+def held_bytes(parts: Mapping[int, Part]) -> float:
+    """Bytes of the weights and buffers of block pairs."""
+    modules = [p.teacher for p in parts.values()] + [p.student.module for p in parts.values() if p.student is not None]
+    storages = [t.untyped_storage() for m in modules for t in (*m.parameters(), *m.buffers())]
+    return float(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))

@@ -64,7 +64,7 @@ def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None =
             others = {name: predict(p, profile).step for name, p in fitting.items()}
             best = min(fitting, key=lambda name: others[name])
             return _described(fitting[best], profile, others)
-    raise _too_large(profile, limits)
+    raise _too_large(profile, limits, microbatches)
 
 
 def _fitting(strategy: str, profile: Profile, costs: Profile, way: Way, limits: Sequence[float]) -> Plan | None:
@@ -170,11 +170,12 @@ _MAKE: dict[str, Callable[[Profile, Sequence[float]], Plan | None]] = {
 }
 
 
-def _too_large(profile: Profile, limits: Sequence[float]) -> PlanError:
+def _too_large(profile: Profile, limits: Sequence[float], microbatches: int) -> PlanError:
     """What is missing for the unit that needs the most, alone on as many devices as there are rows and devices."""
     rows = -(-profile.batch_size // min(len(profile.devices), profile.batch_size))
+    parts = min(rows, microbatches)
     needs = {
-        unit: stage_bytes(profile, unit, unit, rows, (unit[0] > 0, unit[-1] + 1 < len(profile.blocks)), rows, True)
+        unit: stage_bytes(profile, unit, unit, rows, (unit[0] > 0, unit[-1] + 1 < len(profile.blocks)), parts, True)
         for unit in profile.units
     }
     unit = max(needs, key=lambda u: needs[u])
@@ -189,7 +190,7 @@ def _too_large(profile: Profile, limits: Sequence[float]) -> PlanError:
         )
     return PlanError(
         f"{what} not fit into any device, even with the batch split over all: {quantity(missing, 'B')} too much.",
-        given=f"{quantity(needs[unit], 'B')} at {rows} rows",
+        given=f"{quantity(needs[unit], 'B')} at {rows} rows" + (f" in {parts} microbatches" if parts > 1 else ""),
         expected=f"at most {quantity(max(limits), 'B')}",
         do="use a smaller batch, or split the models into more blocks",
     )

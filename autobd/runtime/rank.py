@@ -14,7 +14,7 @@ from ..blocks.verify import set_mode
 from ..errors import AutobdError, LossError, RankError
 from ..parts.channels import ChannelMaps
 from ..parts.form import Form
-from ..parts.part import Part, StudentPart, on_device
+from ..parts.part import Part, StudentPart, held_bytes, on_device
 from ..parts.randomness import keyed, student_seed
 from ..parts.student import BlockState, ShareLosses, Student
 from ..planner.plan import intervals
@@ -295,13 +295,6 @@ class Rank(Exchange):
 def _nothing(block: int, inputs: Inputs | None, boundary: Boundary | None) -> bool:
     """Whether a share has no rows in this batch."""
     return boundary is None if block else inputs is None or inputs.teacher is None
-
-
-def held_bytes(parts: Mapping[int, Part]) -> float:
-    """Bytes of the weights and buffers of block pairs."""
-    modules = [p.teacher for p in parts.values()] + [p.student.module for p in parts.values() if p.student is not None]
-    storages = [t.untyped_storage() for m in modules for t in (*m.parameters(), *m.buffers())]
-    return float(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
 
 
 def _set_modes(parts: Mapping[int, Part]) -> None:

@@ -2,8 +2,9 @@
 
 from .data import Batches, random_batches
 from .history import History
-from .loop import check_like, train, write_back
+from .loop import train, write_back
 from .moves import Moves
 from .own_rows import OwnRows
+from .sizes import check_like
 
 __all__ = ["Batches", "History", "Moves", "OwnRows", "check_like", "random_batches", "train", "write_back"]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..blocks import Split
-from ..errors import InputError
 from ..graph import Arguments
 from ..graph.state import copied, module_tensors, untouched
 from ..parts import BlockState, Part, parts_of
@@ -32,7 +31,7 @@ from .data import Batches
 from .history import History
 from .jobs import Job, blocks_run, by_name, follow, jobs
 from .own_rows import OwnRows
-from .sizes import Sizes
+from .sizes import Sizes, check_like
 
 _END = object()
 
@@ -268,30 +267,3 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for to, value in pairs:
             to.copy_(value)
-
-
-def check_like(pair: Sequence[Arguments], split: Split) -> None:
-    """A recording holds for the example's structure, dtypes and constants (sizes may differ: see `Sizes`).
-
-    Errors: InputError for the teacher's and the student's arguments if they differ from those.
-    """
-    for whose, given, captured in zip(("teacher", "student"), pair, (split.teacher, split.student), strict=True):
-        example, rows, batch = captured.example, captured.example.rows, given.rows
-        same = (
-            given.names_equal(example)
-            and len(given.tensors) == len(example.tensors)
-            and given.constants == example.constants
-            and all(
-                a.dtype == b.dtype
-                and a.ndim == b.ndim
-                and (not b.ndim or (a.shape[0] == batch) == (b.shape[0] == rows) or a.shape == b.shape)
-                for a, b in zip(given.tensors, example.tensors, strict=True)
-            )
-        )
-        if not same or batch < 1:
-            raise InputError(
-                f"A batch does not fit the {whose} as it was recorded.",
-                given=given.describe(),
-                expected=f"{example.describe()}, with any number of rows",
-                do="give every batch the same structure, or set inputs=(for_teacher, for_student)",
-            )

@@ -9,6 +9,7 @@ import torch
 
 from ..blocks import Split
 from ..blocks.resize import resized
+from ..errors import InputError
 from ..graph import Arguments
 from ..parts.form import Form, forms_of
 
@@ -49,3 +50,30 @@ class Sizes:
             for arguments, batched in zip(pair, self._batched, strict=True)
             for i, t in enumerate(arguments.tensors)
         )
+
+
+def check_like(pair: Sequence[Arguments], split: Split) -> None:
+    """A recording holds for the example's structure, dtypes and constants (sizes may differ: see `Sizes`).
+
+    Errors: InputError for the teacher's and the student's arguments if they differ from those.
+    """
+    for whose, given, captured in zip(("teacher", "student"), pair, (split.teacher, split.student), strict=True):
+        example, rows, batch = captured.example, captured.example.rows, given.rows
+        same = (
+            given.names_equal(example)
+            and len(given.tensors) == len(example.tensors)
+            and given.constants == example.constants
+            and all(
+                a.dtype == b.dtype
+                and a.ndim == b.ndim
+                and (not b.ndim or (a.shape[0] == batch) == (b.shape[0] == rows) or a.shape == b.shape)
+                for a, b in zip(given.tensors, example.tensors, strict=True)
+            )
+        )
+        if not same or batch < 1:
+            raise InputError(
+                f"A batch does not fit the {whose} as it was recorded.",
+                given=given.describe(),
+                expected=f"{example.describe()}, with any number of rows",
+                do="give every batch the same structure, or set inputs=(for_teacher, for_student)",
+            )

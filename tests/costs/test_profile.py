@@ -270,3 +270,20 @@ def test_shares_that_a_batch_norm_refuses_do_not_fit():
     assert all(len(a.ranks) == 1 for a in autobd.plan(found).assignments)
     with pytest.raises(AutobdError, match="not fit"):
         autobd.plan(found, "ir")
+
+
+class Counting:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, student, teacher):
+        self.calls += 1
+        return (student - teacher).square().flatten(1).mean(1)
+
+
+@pytest.mark.timeout(60)
+def test_a_loss_that_counts_its_calls_does_not_see_those_of_the_profile():
+    split = autobd.split(mlp(8, 2), mlp(4, 2, seed=1), torch.randn(4, 6), cuts=[("0", "0")])
+    loss = Counting()
+    autobd.profile(split, 1, recipe=autobd.Recipe(loss=loss, logits=False), budget=0.3, cached=False, progress=False)
+    assert loss.calls == 0

@@ -137,6 +137,8 @@ def test_a_plan_is_made_where_activations_do_not_fit():
     assert less.prediction.step > plain.prediction.step
     least = autobd.plan(profile, "tr+dpu", memory=0.45 * needed)
     assert any(a.microbatches > 1 for a in least.assignments)
+    with pytest.raises(autobd.AutobdError, match="at 16 rows in 8 microbatches"):
+        autobd.plan(profile, "tr+dpu", memory=1000)
     with pytest.raises(autobd.AutobdError, match="not fit"):
         autobd.plan(profile, "tr+dpu", memory=0.45 * needed, microbatches=1)
     assert Plan.from_json(least.to_json()) == least
