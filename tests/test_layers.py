@@ -9,7 +9,7 @@ import autobd
 
 ORDER = [
     *("errors", "tables", "hardware", "cluster", "graph", "blocks", "recipe", "ranks", "parts", "costs"),
-    *("planner", "program", "runtime", "training", "report", "api"),
+    *("planner", "program", "runtime", "training", "report", "distilled", "api"),
 ]
 PACKAGE = Path(autobd.__file__).parent
 
