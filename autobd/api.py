@@ -26,6 +26,7 @@ from .errors import InputError
 from .graph import Arguments, called_as
 from .graph.randomness import same_randomness
 from .graph.state import unwrapped
+from .interrupts import interrupts_kept
 from .planner import Plan, plan
 from .program import build
 from .ranks import Group
@@ -129,6 +130,7 @@ def distill(
         inputs=(lambda pair: pair[0], lambda pair: pair[1]),
     )
     with (
+        interrupts_kept(),
         same_randomness(teacher, student),
         torch.inference_mode(False),
         _ranks(devices, home, timeout, threads) as group,

@@ -8,7 +8,7 @@ import pytest
 import autobd
 
 ORDER = [
-    *("errors", "tables", "hardware", "cluster", "graph", "blocks", "recipe", "ranks", "parts", "costs"),
+    *("errors", "interrupts", "tables", "hardware", "cluster", "graph", "blocks", "recipe", "ranks", "parts", "costs"),
     *("planner", "program", "runtime", "training", "report", "distilled", "api"),
 ]
 PACKAGE = Path(autobd.__file__).parent

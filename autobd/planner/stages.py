@@ -1,46 +1,28 @@
-"""The best chain of stages for equal devices: exact, by dynamic programming over (units done, devices used).
+"""The best chain of stages for equal devices: exact, by dynamic programming over (devices used, units done).
 
-    f[n][j] = min over i < j, k <= n of max(f[n - k][i], T(i, j, k, n))
+    f[n][j] = min over k <= n, i < j of max(f[n - k][i], T(k, n, i, j))
 
 with `T` what a stage of units i..j costs on the k devices that end at position n (`predict.load`): a difference of
-running sums, so that one outer difference gives it for all i and j. In two passes: the least slowest stage; then, among
-chains with no slower one, the least time until the first step is done (in one pass, a part that is faster than it need
-be would hide one that fills sooner). Only what can still be part of a chain as good as a known one is looked at.
+running sums. So the borders that stages of at most some seconds can come to need one running maximum for each n and k,
+without a look at each i and j; halving finds these seconds to a thousandth, and only what such stages come to is looked
+at in two passes: the least slowest stage; then, among chains with no slower one, the least time until the first step is
+done (in one pass, a part that is faster than it need be would hide one that fills sooner).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..costs import BlockCosts, Link, Profile, at_rows
+from ..costs import BlockCosts, Profile, at_rows
 from .predict import RECEIVING, SENDING
 
 Stage = tuple[tuple[int, int], int]  # first unit and one past the last, number of devices
 _SAME = 1 + 1e-9
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Running sums over units on k devices, and bytes at their borders (one more of both than there are units).
-
-    Attributes:
-        ahead, total: seconds until the boundary is made, and of everything, without links.
-        border: bytes of a rank's rows before each unit; 0 before the first and behind the last.
-        gradients, reductions: bytes to be reduced, and how many all-reduces that are.
-        fits: whether a stage from one border to another fits into memory; None: all do.
-    """
-
-    ahead: Tensor
-    total: Tensor
-    border: Tensor
-    gradients: Tensor
-    reductions: Tensor
-    fits: Tensor | None
+_NEAR = 1 + 1e-3
 
 
 class Stages:
@@ -51,130 +33,139 @@ class Stages:
         replicas: whether a stage may have several devices.
     """
 
+    # Tensors by [devices of a stage - 1, border of units] or, with links, by [between hosts, the same].
+
     def __init__(self, profile: Profile, memory: float, replicas: bool = True) -> None:
         self.profile, self.memory = profile, memory
         self.units, self.devices = len(profile.units), len(profile.devices)
         self.most = min(self.devices, profile.batch_size) if replicas else 1
         self._borders = [0, *accumulate(len(u) for u in profile.units)]
-        self._sums = self._of_all()
-        self._cache: dict[tuple[int, bool, bool, bool, bool], tuple[Tensor, Tensor]] = {}
-        self._order = torch.ones(self.units + 1, self.units + 1, dtype=torch.bool).triu(1)
+        self._alone, self._ahead, self._total, self._edge, self._fits = self._of_all()
+        alike = [0]  # how many devices that end at a position are of one host
+        for n, node in enumerate(profile.nodes):
+            alike.append(alike[-1] + 1 if n and profile.nodes[n - 1] == node else 1)
+        self._alike = alike
 
     def best(self) -> list[Stage] | None:
         """The best chain; None if none fits."""
-        every, known = range(1, self.most + 1), torch.inf
-        for counts in (every[:1], every[-1:], every[:4], every):  # a good chain is soon known, and bounds the rest
-            chain = self._chain(known * _SAME, None, counts)
-            known = chain[0] if chain else known
-        if known == torch.inf:
-            return None
-        found = self._chain(known * _SAME, known * _SAME, every)
+        known = self._least()
+        most, gap = float(self._total.amax() + 2 * self._edge.amax()), 0.02 * known
+        while (chain := self._chain(known)) is None:  # memory was left out so far
+            if known > most:
+                return None
+            known, gap = known + gap, 2 * gap
+        found = self._chain(chain[0] * _SAME, fill=True)
         assert found is not None
         return found[1]
 
     def bound(self) -> float:
         """Seconds below which no chain can be: all work in even parts; each unit alone, on as many devices as help."""
-        alone = torch.stack([s.total.diff() for s in self._sums.values()])
-        work = (alone * torch.arange(1, self.most + 1, dtype=torch.float64)[:, None]).amin(0).sum() / self.devices
-        return max(float(work), float(alone.amin(0).max()))
+        work = (self._alone * torch.arange(1, self.most + 1)[:, None]).amin(0).sum() / self.devices
+        return max(float(work), float(self._alone.amin(0).max()))
 
-    def _chain(self, known: float, limit: float | None, counts: range) -> tuple[float, list[Stage]] | None:
-        """The best value and its chain, of those whose slowest stage takes at most `known` seconds.
+    def _least(self) -> float:
+        """Seconds of the slowest stage of the best chain, if all fitted: at least, and by a thousandth at most more."""
+        low = high = max(self.bound(), 1e-12)
+        while not self._reached(high)[:, -1].any():
+            low, high = high, 1.1 * high
+        while high > low * _NEAR:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._reached(middle)[:, -1].any() else (middle, high)
+        return high
 
-        Arguments:
-            limit: None: the least slowest stage; else the least fill with no stage above it.
-            counts: how many devices a stage may have.
-        """
-        low, high = self._reach(known)
-        least = torch.full((self.devices + 1, self.units + 1), torch.inf, dtype=torch.float64)
-        start, count = torch.zeros_like(least, dtype=torch.long), torch.zeros_like(least, dtype=torch.long)
-        least[0, 0] = 0.0
+    def _reached(self, seconds: float) -> Tensor:
+        """[devices, border]: whether stages of at most `seconds` come to a border with so many devices, memory left
+        out, and enough devices are left for the rest."""
+        low, high = self._within(seconds)
+        reached = torch.zeros(self.devices + 1, self.units + 1, dtype=torch.bool)
+        reached[0, 0] = True
         for n in range(1, self.devices + 1):
-            columns = slice(low[n], high[n] + 1)
-            values, starts, used = [], [], []
-            for k in counts:
-                if k > n:
-                    break
-                rows = slice(low[n - k], min(high[n - k] + 1, high[n]))
-                if rows.start >= rows.stop or columns.start >= columns.stop:
-                    continue
-                cost, before = self._cost(k, n, rows, columns), least[n - k, rows, None]
-                if limit is None:
-                    value = torch.maximum(before, cost)
-                else:
-                    fill = self._cost(k, n, rows, columns, fill=True) + k * limit * 1e-9
-                    value = torch.where(cost <= limit, before + fill, torch.inf)
-                found, where = value.min(0)
-                values.append(found)
-                starts.append(where + rows.start)
-                used.append(k)
-            if used:
-                least[n, columns], which = torch.stack(values).min(0)
-                start[n, columns] = torch.stack(starts).gather(0, which[None])[0]
-                count[n, columns] = torch.tensor(used)[which]
-        n, j = int(least[:, -1].argmin()), self.units
-        best = float(least[n, -1])
-        if best == torch.inf or (limit is None and best > known):
-            return None
-        stages: list[Stage] = []
-        while j:
-            i, k = int(start[n, j]), int(count[n, j])
-            stages.insert(0, ((i, j), k))
-            n, j = n - k, i
-        return best, stages
+            before, after = self._ends(n, self._total)
+            source = reached[n - len(before) : n].flip(0)  # row k - 1: where a stage of k devices starts
+            span = slice(low[n - len(before)], high[n] + 1)
+            latest = torch.where(source[:, span], before[:, span], -torch.inf).cummax(1).values
+            fast = (after[:, span][:, 1:] - latest[:, :-1] <= seconds * _SAME).any(0)
+            reached[n, span.start + 1 : span.stop] = fast
+            reached[n, : low[n]] = False
+        return reached
 
-    def _cost(self, k: int, n: int, rows: slice, columns: slice, fill: bool = False) -> Tensor:
-        """Seconds of stages from border `rows` to border `columns` on the k devices that end at n, with their links;
-        with `fill` until the boundary is on its way, or for the last stage until all is done."""
-        before, after = self._ends(k, n, fill)
-        cost = after[None, columns] - before[rows, None]
-        if fill and columns.stop == self.units + 1:
-            cost[:, -1] = self._cost(k, n, rows, slice(self.units, self.units + 1))[:, 0]
-        fits = self._sums[k].fits
-        if fits is not None:
-            cost = torch.where(fits[rows, columns], cost, torch.inf)
-        if rows.stop > columns.start:
-            cost = torch.where(self._order[rows, columns], cost, torch.inf)
-        return cost
+    def _leading(self, seconds: float) -> Tensor:
+        """[devices, border]: whether stages of at most `seconds` lead from there to the end, memory left out."""
+        leading = torch.zeros(self.devices + 1, self.units + 1, dtype=torch.bool)
+        leading[:, -1] = True
+        for n in range(self.devices, 0, -1):
+            before, after = self._ends(n, self._total)
+            soonest = torch.where(leading[n], after, torch.inf).flip(1).cummin(1).values.flip(1)
+            leading[n - len(before) : n, :-1] |= (soonest[:, 1:] - before[:, :-1] <= seconds * _SAME).flip(0)
+        return leading
 
-    def _ends(self, k: int, n: int, fill: bool) -> tuple[Tensor, Tensor]:
-        """What every border adds as the first and as the last of a stage."""
-        profile, nodes = self.profile, self.profile.nodes
-        own = nodes[n - k : n]
-        key = (
-            k,
-            fill,
-            n > k and len({nodes[n - k - 1], *own}) > 1,
-            n < self.devices and nodes[n - 1] != nodes[n],
-            len(set(own)) > 1,
-        )
-        if key not in self._cache:
-            sums = self._sums[k]
-            came, goes = (profile.between if across else profile.within for across in key[2:4])
-            link = profile.reduce_between if key[4] else profile.reduce_within
-            running = sums.ahead
-            if not fill:
-                each = link.latency * sums.reductions + sums.gradients / k / link.bandwidth
-                running = sums.total + 2 * (k - 1) * each
-            self._cache[key] = running - _seconds(came, sums.border), running + _seconds(goes, sums.border)
-        return self._cache[key]
-
-    def _reach(self, known: float) -> tuple[list[int], list[int]]:
-        """For each number of devices the fewest and the most units that they can have done in a chain as good as one
-        whose slowest stage takes `known` seconds."""
-        if known == torch.inf:
-            return [0] * (self.devices + 1), [0] + [self.units] * self.devices
-        alone = torch.stack([s.total.diff() * k for k, s in self._sums.items()]).amin(0)
+    def _within(self, seconds: float) -> tuple[list[int], list[int]]:
+        """For each number of devices the fewest and the most units that they can have done in a chain whose slowest
+        stage takes `seconds`."""
+        alone = (self._alone * torch.arange(1, self.most + 1)[:, None]).amin(0)
         done = torch.cat([torch.zeros(1, dtype=torch.float64), alone.cumsum(0)])
         devices = torch.arange(self.devices + 1, dtype=torch.float64)
-        high = torch.searchsorted(done, devices * known * _SAME, right=True) - 1
-        low = torch.searchsorted(done, done[-1] - (self.devices - devices) * known * _SAME)
+        high = torch.searchsorted(done, devices * seconds * _SAME, right=True) - 1
+        low = torch.searchsorted(done, done[-1] - (self.devices - devices) * seconds * _SAME)
         return low.tolist(), high.clamp(max=self.units).tolist()
 
-    def _of_all(self) -> dict[int, _Sums]:
-        """By number of devices."""
+    def _chain(self, seconds: float, fill: bool = False) -> tuple[float, list[Stage]] | None:
+        """The best value and its chain, of those whose slowest stage takes at most `seconds`: the least slowest stage,
+        or with `fill` the least time until the first step is done."""
+        looked_at = self._reached(seconds) & self._leading(seconds)
+        used, done = looked_at.nonzero(as_tuple=True)
+        if not len(used):
+            return None
+        first = torch.searchsorted(used, torch.arange(self.devices + 2)).tolist()
+        least = torch.full(used.shape, torch.inf, dtype=torch.float64)
+        origin = torch.zeros_like(used)
+        least[0] = 0.0
+        for n in range(1, self.devices + 1):
+            old, new = slice(first[max(0, n - self.most)], first[n]), slice(first[n], first[n + 1])
+            if old.start == old.stop or new.start == new.stop:
+                continue
+            k, start, end = n - used[old] - 1, done[old], done[new]
+            cost = self._cost(n, k, start, end, self._total)
+            value = torch.maximum(least[old, None], cost)
+            if fill:
+                ahead = torch.where(end == self.units, cost, self._cost(n, k, start, end, self._ahead))
+                value = least[old, None] + ahead + (k + 1)[:, None] * seconds * 1e-9  # of equals, the fewest devices
+            allowed = (start[:, None] < end) & (cost <= seconds * _SAME)
+            if self._fits is not None:
+                allowed &= self._fits[k[:, None], start[:, None], end]
+            least[new], where = torch.where(allowed, value, torch.inf).min(0)
+            origin[new] = where + old.start
+        ends = (done == self.units).nonzero()[:, 0]
+        if not len(ends) or least[ends].min() == torch.inf:
+            return None
+        at = int(ends[least[ends].argmin()])
+        stages: list[Stage] = []
+        best = float(least[at])
+        while at:
+            before = int(origin[at])
+            stages.insert(0, ((int(done[before]), int(done[at])), int(used[at] - used[before])))
+            at = before
+        return best, stages
+
+    def _cost(self, n: int, k: Tensor, start: Tensor, end: Tensor, running: Tensor) -> Tensor:
+        """Seconds of the stages from each border of `start`, on `k + 1` devices, to each of `end`."""
+        before, after = self._ends(n, running)
+        return after[k][:, end] - before[k, start][:, None]
+
+    def _ends(self, n: int, running: Tensor) -> tuple[Tensor, Tensor]:
+        """What a border adds as the first, and as the last, of a stage on the devices that end at position n."""
+        k, nodes = torch.arange(min(n, self.most)), self.profile.nodes
+        own = running[(k + 1 > self._alike[n]).long(), k]
+        came = self._edge[((k + 2 > self._alike[n]) & (k + 1 < n)).long(), k]
+        goes = self._edge[int(n < self.devices and nodes[n - 1] != nodes[n]), : len(k)]
+        return own - came, own + goes
+
+    def _of_all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Seconds of each unit alone; running sums of seconds until the boundary is made, and of everything; seconds
+        for the boundary at each border; whether a stage from one border to another fits into memory (None: all do)."""
         profile, kind = self.profile, self.profile.kind_of[0]
-        rows = [-(-profile.batch_size // k) for k in range(1, self.most + 1)]
+        devices = torch.arange(1, self.most + 1)
+        rows = [-(-profile.batch_size // k) for k in devices.tolist()]
         borders = torch.tensor(self._borders)
 
         def sums(values: Tensor) -> Tensor:
@@ -190,31 +181,34 @@ class Stages:
         never = ~(ahead + behind + saved).isfinite()  # blocks that do not fit with these shares, whatever the memory
         ahead, behind, saved = (t.masked_fill(never, v) for t, v in ((ahead, 0.0), (behind, 0.0), (saved, torch.inf)))
         row = torch.tensor(rows, dtype=torch.float64)[:, None]
-        boundary = each(lambda b: b.boundary)
+        boundary, gradients = each(lambda b: b.boundary), each(lambda b: b.gradient_bytes)
         border = torch.nn.functional.pad(boundary, (1, 0))[borders] * row
         border[:, -1] = 0.0
-        before, after = sums(ahead), sums(ahead + behind)
-        gradients = each(lambda b: b.gradient_bytes)
-        fits: Sequence[Tensor | None] = [None] * len(rows)
-        if self.memory < torch.inf or never.any():
-            weights = each(lambda b: b.teacher_bytes + b.student_bytes + b.gradient_bytes + b.state_bytes)
-            held = sums(weights + boundary * row)
+        total = sums(ahead + behind)
+        reduced = [
+            sums(link.latency * (gradients > 0) + gradients / devices[:, None] / link.bandwidth)
+            for link in (profile.reduce_within, profile.reduce_between)
+        ]
+        edges = [border / link.bandwidth + link.latency * (border > 0) for link in (profile.within, profile.between)]
+        fits = None
+        weights = each(lambda b: b.teacher_bytes + b.student_bytes + b.gradient_bytes + b.state_bytes)
+        held = sums(weights + boundary * row)
+        highest = held[:, -1] + saved.amax(1) + (RECEIVING + SENDING) * border.amax(1) + profile.input_bytes * row[:, 0]
+        if never.any() or not (highest <= self.memory).all():
             of_unit = torch.stack([saved[:, list(u)].amax(1) for u in profile.units], 1)
-            fits = [self._fits(*of_k) for of_k in zip(held, of_unit, border, rows, strict=True)]
-        every = zip(before, after, border, fits, strict=True)
-        return {
-            k: _Sums(ahead, total, at, sums(gradients), sums((gradients > 0).double()), fit)
-            for k, (ahead, total, at, fit) in enumerate(every, start=1)
-        }
+            fits = torch.stack([self._fit(*of_k) for of_k in zip(held, of_unit, border, rows, strict=True)])
+        return (
+            total.diff(),
+            sums(ahead).expand(2, -1, -1),
+            torch.stack([total + 2 * (devices[:, None] - 1) * each_of for each_of in reduced]),
+            torch.stack(edges),
+            fits,
+        )
 
-    def _fits(self, held: Tensor, saved: Tensor, border: Tensor, rows: int) -> Tensor:
+    def _fit(self, held: Tensor, saved: Tensor, border: Tensor, rows: int) -> Tensor:
         """Whether a stage from one border to another fits into memory."""
         most = torch.nn.functional.pad(saved, (1, 0)).expand(self.units + 1, -1).triu(1).cummax(1).values
         edges = RECEIVING * border[:, None] + SENDING * border[None, :]
         both = held[None, :] - held[:, None] + most + edges
         both += self.profile.input_bytes * rows
         return both.isfinite() & (both <= self.memory)
-
-
-def _seconds(link: Link, size: Tensor) -> Tensor:
-    return size / link.bandwidth + link.latency * (size > 0)

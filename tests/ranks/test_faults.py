@@ -136,7 +136,7 @@ def test_a_killed_rank_is_named_and_the_student_is_as_at_the_last_epoch(number, 
     with pytest.raises(RankError) as caught:
         autobd.distill(
             teacher, student, loader, cuts=CUTS, devices=size, strategy=strategy, threads=1, epochs=3, progress=False,
-            recipe=autobd.Recipe(logits=False),
+            recipe=autobd.Recipe(logits=False), profile="analytic",  # a measured one may leave ranks idle
         )  # fmt: skip
     assert time.monotonic() - killed[0] < IN_TIME
     assert f"Rank {victim} " in str(caught.value)
