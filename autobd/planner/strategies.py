@@ -12,7 +12,7 @@ from ..errors import InputError, PlanError, nearest
 from ..tables import quantity
 from .plan import Assignment, Plan
 from .predict import predict, stage_bytes
-from .saving import Way, as_plain, fits, only_where_needed, ways
+from .saving import Way, as_plain, economical, options
 from .stages import Stages
 from .unequal import UnequalStages, filled
 
@@ -21,6 +21,7 @@ STRATEGIES = ("auto", *NAMED)
 _BY_PREFERENCE = ("tr+dpu", "ahd", "ir", "ls", "dp")  # where "auto" finds two equally fast
 
 Unit = tuple[int, ...]  # consecutive blocks that stay together
+Maker = Callable[[Profile, Sequence[float], Sequence[Way]], Plan | None]
 
 
 def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None = None, microbatches: int = 8) -> Plan:
@@ -57,23 +58,13 @@ def plan(profile: Profile, strategy: str | Plan = "auto", memory: float | None =
         )
     limits = [memory if memory is not None else profile.kind(r).memory for r in range(len(profile.devices))]
     names = _BY_PREFERENCE if strategy == "auto" else (strategy,)
-    for way in ways(profile, microbatches):
-        costs = as_plain(profile, way)
-        fitting = {name: p for name in names if (p := _fitting(name, profile, costs, way, limits)) is not None}
+    for ways in options(profile, limits, microbatches):
+        fitting = {name: p for name in names if (p := _MAKE[name](profile, limits, ways)) is not None}
         if fitting:
             others = {name: predict(p, profile).step for name, p in fitting.items()}
             best = min(fitting, key=lambda name: others[name])
             return _described(fitting[best], profile, others)
     raise _too_large(profile, limits, microbatches)
-
-
-def _fitting(strategy: str, profile: Profile, costs: Profile, way: Way, limits: Sequence[float]) -> Plan | None:
-    """The plan of a strategy; None if it does not fit into memory."""
-    found = _MAKE[strategy](costs, limits)
-    if found is None:
-        return None
-    found = only_where_needed(found, profile, way, limits)
-    return found if fits(found, profile, limits) else None
 
 
 def _described(found: Plan, profile: Profile, others: dict[str, float]) -> Plan:
@@ -85,7 +76,7 @@ def _described(found: Plan, profile: Profile, others: dict[str, float]) -> Plan:
 def min_seconds(profile: Profile) -> float:
     """Seconds of a step below which no plan can be."""
     kinds = set(profile.kind_of)
-    return Stages(profile, math.inf).bound() if len(kinds) == 1 else UnequalStages(profile, [math.inf]).bound()
+    return Stages([profile], math.inf).bound() if len(kinds) == 1 else UnequalStages(profile, [math.inf]).bound()
 
 
 def even(rows: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -94,23 +85,27 @@ def even(rows: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, .
     return used, tuple(rows // len(used) + (i < rows % len(used)) for i in range(len(used)))
 
 
-def _made(profile: Profile, strategy: str, assignments: Sequence[Assignment]) -> Plan:
+def _made(
+    strategy: str, assignments: Sequence[Assignment], profile: Profile, limits: Sequence[float], ways: Sequence[Way]
+) -> Plan | None:
+    """The plan of these; None if it does not fit into memory."""
     made = Plan(strategy, profile.batch_size, profile.devices, tuple(assignments))
     made.check(len(profile.blocks))
-    return made
+    return economical(made, profile, ways, limits)
 
 
-def _dp(profile: Profile, limits: Sequence[float]) -> Plan:
-    ranks = range(len(profile.devices))
-    return _made(profile, "dp", [Assignment(u, *even(profile.batch_size, ranks), "prefix") for u in profile.units])
+def _dp(profile: Profile, limits: Sequence[float], ways: Sequence[Way]) -> Plan | None:
+    shares = even(profile.batch_size, range(len(profile.devices)))
+    return _made("dp", [Assignment(u, *shares, "prefix") for u in profile.units], profile, limits, ways)
 
 
-def _ir(profile: Profile, limits: Sequence[float]) -> Plan:
-    blocks, ranks = tuple(range(len(profile.blocks))), range(len(profile.devices))
-    return _made(profile, "ir", [Assignment(blocks, *even(profile.batch_size, ranks), "store")])
+def _ir(profile: Profile, limits: Sequence[float], ways: Sequence[Way]) -> Plan | None:
+    shares = even(profile.batch_size, range(len(profile.devices)))
+    blocks = tuple(range(len(profile.blocks)))
+    return _made("ir", [Assignment(blocks, *shares, "store")], profile, limits, ways)
 
 
-def _ls(profile: Profile, limits: Sequence[float]) -> Plan:
+def _ls(profile: Profile, limits: Sequence[float], ways: Sequence[Way]) -> Plan | None:
     """Longest task first, each to the rank that is done with it first; a task includes the teacher's prefix."""
     rows, costs, units, ranks = profile.batch_size, profile.blocks, profile.units, range(len(profile.devices))
     alone: list[dict[Unit, float]] = []  # by kind
@@ -127,40 +122,50 @@ def _ls(profile: Profile, limits: Sequence[float]) -> Plan:
     for unit in sorted(units, key=lambda u: (-max(work(u, r) for r in ranks), u)):
         owner[unit] = min(ranks, key=lambda r: (loads[r] + work(unit, r), r))
         loads[owner[unit]] += work(unit, owner[unit])
-    return _made(profile, "ls", [Assignment(u, (owner[u],), (rows,), "prefix") for u in units])
+    return _made("ls", [Assignment(u, (owner[u],), (rows,), "prefix") for u in units], profile, limits, ways)
 
 
-def _stages(strategy: str, replicas: bool) -> Callable[[Profile, Sequence[float]], Plan | None]:
-    def make(profile: Profile, limits: Sequence[float]) -> Plan | None:
-        units, rows = profile.units, profile.batch_size
-        equal = len(set(profile.kind_of)) == 1 and len(set(limits)) == 1
-        first, assignments = 0, []
-        if equal:
-            chain = Stages(profile, limits[0], replicas).best()
-            if chain is None:
-                return None
-            for (start, stop), count in chain:
-                ranks, shares = even(rows, range(first, first + count))
-                assignments.append(Assignment(_blocks(units[start:stop]), ranks, shares, "relay"))
-                first += count
-        else:
-            groups = UnequalStages(profile, limits, replicas).best()
-            if groups is None:
-                return None
-            for (start, stop), group in groups:
-                blocks = _blocks(units[start:stop])
-                ranks, shares = filled(profile, blocks, group, limits)
-                assignments.append(Assignment(blocks, ranks, shares, "relay"))
-        return _made(profile, strategy, assignments)
+def _stages(strategy: str, replicas: bool) -> Maker:
+    def make(profile: Profile, limits: Sequence[float], ways: Sequence[Way]) -> Plan | None:
+        costs = [as_plain(profile, way) for way in ways]
+        if len(set(profile.kind_of)) == 1 and len(set(limits)) == 1:
+            found = _on_equal(costs, limits[0], replicas)
+            return None if found is None else _made(strategy, found, profile, limits, ways)
+        plans = []
+        for number, of_way in enumerate(costs, start=1):
+            found = _on_unequal(of_way, limits, replicas)
+            made = None if found is None else _made(strategy, found, profile, limits, ways[:number])
+            if made is not None:
+                plans.append(made)
+        return min(plans, key=lambda p: predict(p, profile).step, default=None)
 
     return make
+
+
+def _on_equal(costs: Sequence[Profile], memory: float, replicas: bool) -> list[Assignment] | None:
+    chain, first, assignments = Stages(costs, memory, replicas).best(), 0, []
+    if chain is None:
+        return None
+    for (start, stop), count in chain:
+        shares = even(costs[0].batch_size, range(first, first + count))
+        assignments.append(Assignment(_blocks(costs[0].units[start:stop]), *shares, "relay"))
+        first += count
+    return assignments
+
+
+def _on_unequal(costs: Profile, limits: Sequence[float], replicas: bool) -> list[Assignment] | None:
+    groups = UnequalStages(costs, limits, replicas).best()
+    if groups is None:
+        return None
+    stages = [(_blocks(costs.units[start:stop]), group) for (start, stop), group in groups]
+    return [Assignment(blocks, *filled(costs, blocks, group, limits), "relay") for blocks, group in stages]
 
 
 def _blocks(units: Sequence[Unit]) -> Unit:
     return tuple(b for unit in units for b in unit)
 
 
-_MAKE: dict[str, Callable[[Profile, Sequence[float]], Plan | None]] = {
+_MAKE: dict[str, Maker] = {
     "dp": _dp,
     "ls": _ls,
     "ir": _ir,

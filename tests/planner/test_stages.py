@@ -12,7 +12,7 @@ from profiles import profiles
 from autobd.costs import Link, Profile
 from autobd.errors import InputError, PlanError
 from autobd.planner import Assignment, Plan, plan
-from autobd.planner.predict import loads_of, predict
+from autobd.planner.predict import loads_of, predict, rank_bytes
 from autobd.planner.strategies import even, min_seconds
 from autobd.planner.unequal import filled
 
@@ -39,11 +39,19 @@ def chains(profile, replicas):
                 ))  # fmt: skip
 
 
+def recomputed(chain):
+    """The chain with activations computed again in any of its stages."""
+    for again in product((False, True), repeat=len(chain.assignments)):
+        yield replace(chain, assignments=tuple(
+            replace(a, recompute=r) for a, r in zip(chain.assignments, again, strict=True)
+        ))  # fmt: skip
+
+
 @MANY
 @given(st.data(), st.booleans())
 def test_no_chain_of_stages_is_faster_and_none_as_fast_fills_sooner(data, replicas):
     profile = data.draw(profiles(nodes=2, limited=data.draw(st.booleans())))
-    every = [p for p in chains(profile, replicas) if fits(p, profile)]
+    every = [p for chain in chains(profile, replicas) for p in recomputed(chain) if fits(p, profile)]
     if not every:
         with pytest.raises(PlanError, match="fit"):
             plan(profile, "ahd" if replicas else "tr+dpu", microbatches=1)
@@ -70,10 +78,10 @@ def filling(found, profile):
 @MANY
 @given(st.data(), st.booleans())
 def test_unequal_devices_no_choice_of_groups_and_shares_is_faster(data, replicas):
-    profile = data.draw(profiles(blocks=st.integers(1, 3), devices=3, kinds=3))
+    profile = data.draw(profiles(blocks=st.integers(1, 3), devices=3, kinds=3, limited=data.draw(st.booleans())))
+    profile = replace(profile, blocks=tuple(replace(b, recomputed=None) for b in profile.blocks))
     if len(set(profile.kind_of)) == 1:
         return
-    found = plan(profile, "ahd" if replicas else "tr+dpu")
     blocks, ranks, rows = len(profile.blocks), len(profile.devices), profile.batch_size
     best = math.inf
     for order in permutations(range(ranks)):
@@ -82,6 +90,12 @@ def test_unequal_devices_no_choice_of_groups_and_shares_is_faster(data, replicas
                 for counts in product(range(1, (ranks if replicas else 1) + 1), repeat=stages):
                     if sum(counts) <= ranks:
                         best = min(best, best_shares(profile, [0, *inner, blocks], counts, order, rows))
+    if best == math.inf:
+        with pytest.raises(PlanError, match="fit"):
+            plan(profile, "ahd" if replicas else "tr+dpu", microbatches=1)
+        return
+    found = plan(profile, "ahd" if replicas else "tr+dpu", microbatches=1)
+    assert fits(found, profile)
     assert slowest(found, profile) == pytest.approx(best)
 
 
@@ -101,7 +115,9 @@ def best_shares(profile, bounds, counts, order, rows):
                 whole = Plan("ahd", rows, profile.devices, tuple(
                     Assignment(b, *r, "relay") for b, r in zip(stages, others, strict=True)
                 ))  # fmt: skip
-                loads = loads_of(whole, whole.assignments[number], profile)
+                loads, held = loads_of(whole, whole.assignments[number], profile), rank_bytes(whole, profile)
+                if any(held[r] > profile.kind(r).memory for r in group):
+                    continue
                 seconds = min(seconds, max(w.total for w in loads))
         worst = max(worst, seconds)
     return worst
