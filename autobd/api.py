@@ -36,6 +36,9 @@ from .recipe import Recipe
 from .runtime import statistics_note
 from .training import Batches, Moves, OwnRows, check_like, random_batches, train
 
+_REFINED = 2  # times that a plan's own shares are measured, and planned by
+_MORE = 5.0  # seconds for that
+
 
 def distill(
     teacher: nn.Module,
@@ -157,8 +160,7 @@ def distill(
             verification = found.verify()
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
-            costs = _costs(profile, found, group, first[0].rows, recipe, strategy, progress)
-            chosen = plan(costs, strategy)
+            costs, chosen = _planned(profile, found, group, first[0].rows, recipe, strategy, progress)
             notes += filter(None, [statistics_note(found, chosen)])
             program = build(chosen, found, own_input=recipe.block_input == "student", own_rows=own_rows)
             start = weights_from_teacher(found) if init == "teacher" else {}
@@ -197,7 +199,7 @@ def distill(
     return replace(done, hybrid=hybrid_student(found, student, trained.maps))
 
 
-def _costs(
+def _planned(
     given: Profile | str,
     found: Split,
     group: Group,
@@ -205,25 +207,33 @@ def _costs(
     recipe: Recipe,
     strategy: str | Plan,
     progress: bool,
-) -> Profile:
-    """What to plan by."""
+) -> tuple[Profile, Plan]:
+    """What to plan by, and the plan. Where blocks are measured, also at the shares that the plan has."""
+    cluster = group.cluster
     if isinstance(given, Profile):
-        if len(given.blocks) != len(found) or given.devices != group.cluster.devices:
+        if len(given.blocks) != len(found) or given.devices != cluster.devices:
             raise InputError(
                 "The profile is of other blocks or devices.",
                 given=f"{len(given.blocks)} blocks on {given.devices}",
-                expected=f"{len(found)} blocks on {group.cluster.devices}",
+                expected=f"{len(found)} blocks on {cluster.devices}",
             )
-        return given
+        return given, plan(given, strategy)
     if given not in ("auto", "measured", "analytic"):
         raise InputError(
             "profile= is no profile.", given=repr(given), expected='a Profile, "auto", "measured" or "analytic"'
         )
     if isinstance(strategy, Plan):
-        return analytic(found, group.cluster, strategy.batch_size)
-    if given == "measured" or (given == "auto" and group.size > 1 and strategy != "ir"):
-        return measured(found, group, batch, recipe, progress=progress)
-    return analytic(found, group.cluster, batch)
+        costs = analytic(found, cluster, strategy.batch_size)
+    elif given == "measured" or (given == "auto" and group.size > 1 and strategy != "ir"):
+        costs = measured(found, group, batch, recipe, progress=progress)
+        for _ in range(_REFINED):
+            lacking = [s for s in plan(costs, strategy).shares if not costs.knows(s)]
+            if not lacking:
+                break
+            costs = measured(found, group, batch, recipe, known=costs, shares=lacking, budget=_MORE, progress=progress)
+    else:
+        costs = analytic(found, cluster, batch)
+    return costs, plan(costs, strategy)
 
 
 def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None) -> AbstractContextManager[Group]:

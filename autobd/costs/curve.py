@@ -49,6 +49,11 @@ class Curve:
     def times(self, factor: float) -> Curve:
         return replace(self, values=tuple(v * factor for v in self.values))
 
+    def joined(self, more: Curve) -> Curve:
+        """With the points of `more`."""
+        known = {**dict(zip(self.rows, self.values, strict=True)), **dict(zip(more.rows, more.values, strict=True))}
+        return Curve(tuple(sorted(known)), tuple(known[r] for r in sorted(known)))
+
     def extended(self) -> Curve:
         """With values in proportion to the rows behind the last finite one: what they would be if it fitted."""
         finite = [(r, v) for r, v in zip(self.rows, self.values, strict=True) if math.isfinite(v)]

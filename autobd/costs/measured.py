@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,8 @@ def profile(
     recipe: Recipe | None = None,
     *,
     loader: Iterable[Any] | None = None,
+    known: Profile | None = None,
+    shares: Collection[int] = (),
     threads: int | None = None,
     budget: float = 20.0,
     cached: bool = True,
@@ -53,6 +55,8 @@ def profile(
         batch_size: rows of a whole batch; default: those of the example that the models were split with.
         recipe: what the blocks are trained with (optimizer and losses cost time and memory).
         loader: to measure how long it takes for a batch (`Profile.load`), at most three seconds; default: nothing.
+        known: a profile of the same to add to: only `shares` that it lacks are measured.
+        shares: numbers of rows to measure at; without `known`, beside those of even shares.
         threads: of each rank on a CPU.
         budget: seconds that it may take, about.
         cached: use what was measured before for the same blocks, recipe, hardware and versions, and keep it.
@@ -70,14 +74,16 @@ def profile(
     else:
         cluster, opened, threads = devices.cluster, nullcontext(devices), devices.threads
     key = cache.key(split, cluster, batch, recipe, threads) if cached else None
-    known = cache.read(key)
-    load = _load(loader)
-    if known is not None:
+    load = known.load if known is not None and loader is None else _load(loader)
+    rows = set(shares) if known is not None else {*numbers_of_rows(batch, len(cluster.devices)), *shares}
+    known = known or cache.read(key)
+    rows -= set(known.blocks[0].saved.rows if known is not None else ())
+    if known is not None and not rows:
         return replace(known, load=load)
     if any(a.kind != "equal" and a.columns is None and a.matrix is None for p in split.pairs for a in p.adapters):
         split = split.fit(split.teacher.example)
     with opened as group, torch.inference_mode(False), same_randomness(split.teacher.model, split.student.model):
-        found = _Measuring(split, group, batch, recipe, budget, progress).run()
+        found = _Measuring(split, group, batch, recipe, sorted(rows), budget, progress).run(known)
     cache.write(key, found)
     return replace(found, load=load)
 
@@ -97,11 +103,20 @@ def _load(loader: Iterable[Any] | None) -> float:
 
 
 class _Measuring:
-    def __init__(self, split: Split, group: Group, batch: int, recipe: Recipe, budget: float, progress: bool) -> None:
+    def __init__(
+        self,
+        split: Split,
+        group: Group,
+        batch: int,
+        recipe: Recipe,
+        rows: Sequence[int],
+        budget: float,
+        progress: bool,
+    ) -> None:
         self.split, self.group, self.batch, self.progress = split, group, batch, progress
         self.ranks = range(group.size)
         self.examples = [a.head(batch) for a in (split.teacher.example, split.student.example)]
-        self.rows = numbers_of_rows(batch, group.size)
+        self.rows = tuple(rows)
         student = copied(split.student.model).train()
         self.parts = parts_of(split, student, copy.deepcopy(recipe))  # losses may count their calls
         names = [_name(d) for d in group.cluster.devices]
@@ -111,7 +126,7 @@ class _Measuring:
         self.base = analytic(split, Cluster(("CPU",) * group.size), batch)
         self.seconds = budget / (len(self.rows) + 1)
 
-    def run(self) -> Profile:
+    def run(self, known: Profile | None) -> Profile:
         teacher = self.split.teacher.model
         tensors = list(dict(module_tensors(teacher).values()).values())
         with (
@@ -126,8 +141,10 @@ class _Measuring:
         ):
             teacher.eval()
             found = self._all(bar.update)
-        within, between = self._links()
         blocks = tuple(self._costs(*pair) for pair in zip(found, self.base.blocks, strict=True))
+        if known is not None:
+            return replace(known, blocks=tuple(a.joined(b) for a, b in zip(known.blocks, blocks, strict=True)))
+        within, between = self._links()
         return replace(
             self.base,
             blocks=blocks,

@@ -57,6 +57,21 @@ class BlockCosts:
         seconds = microbatches * self.student[kind].at(-(-rows // microbatches))
         return seconds * (1 + FORWARD) if recompute and self.recomputed is not None else seconds
 
+    def joined(self, more: BlockCosts) -> BlockCosts:
+        """With what `more` knows at other numbers of rows."""
+
+        def both(name: str) -> tuple[Curve, ...]:
+            return tuple(a.joined(b) for a, b in zip(getattr(self, name), getattr(more, name), strict=True))
+
+        again, more_again = self.recomputed, more.recomputed
+        return replace(
+            self,
+            teacher=both("teacher"),
+            student=both("student"),
+            saved=self.saved.joined(more.saved),
+            recomputed=again.joined(more_again) if again is not None and more_again is not None else None,
+        )
+
     def needs(self, rows: int, microbatches: int = 1, recompute: bool = False) -> float:
         """Bytes beside weights, gradients and boundaries (see `saved`)."""
         curve = self.recomputed if recompute and self.recomputed is not None else self.saved
@@ -112,6 +127,10 @@ class Profile:
             )
         if not self.units:
             object.__setattr__(self, "units", tuple((b,) for b in range(len(self.blocks))))
+
+    def knows(self, rows: int) -> bool:
+        """Whether the blocks' costs are known at so many rows, or a twentieth more or less."""
+        return any(abs(known - rows) <= rows / 20 for known in self.blocks[0].saved.rows)
 
     @classmethod
     def of(

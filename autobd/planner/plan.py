@@ -90,6 +90,11 @@ class Plan:
         """What a rank trains, as text."""
         return "blocks " + ", ".join(str(b) for a in self.assignments if rank in a.ranks for b in a.blocks)
 
+    @property
+    def shares(self) -> set[int]:
+        """The numbers of rows that its ranks train at a time."""
+        return {-(-rows // a.microbatches) for a in self.assignments for rows in a.rows}
+
     def to_json(self) -> str:
         """The schedule, to be kept or edited, without what it should cost."""
         assignments = [asdict(a) for a in self.assignments]

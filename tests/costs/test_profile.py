@@ -19,7 +19,7 @@ from torch.nn.utils import weight_norm
 
 import autobd
 from autobd.cluster import Cluster
-from autobd.costs import Curve, Kind, Link, Profile, analytic, at_rows
+from autobd.costs import Curve, Kind, Link, Profile, analytic, at_rows, measured
 from autobd.errors import AutobdError, InputError
 
 HOME = torch.device("cpu")
@@ -287,3 +287,29 @@ def test_a_loss_that_counts_its_calls_does_not_see_those_of_the_profile():
     loss = Counting()
     autobd.profile(split, 1, recipe=autobd.Recipe(loss=loss, logits=False), budget=0.3, cached=False, progress=False)
     assert loss.calls == 0
+
+
+@pytest.mark.timeout(120)
+def test_shares_that_are_not_known_are_measured_and_nothing_else():
+    split = autobd.split(mlp(8, 2), mlp(4, 2, seed=1), torch.randn(8, 6), cuts=[("0", "0")])
+    first = autobd.profile(split, ["cpu"] * 2, budget=0.5, cached=False, progress=False)
+    more = autobd.profile(split, ["cpu"] * 2, known=first, shares=[3, 4, 5], budget=0.5, cached=False, progress=False)
+    assert (first.knows(4), first.knows(5), more.knows(5)) == (True, False, True)
+    for before, after in zip(first.blocks, more.blocks, strict=True):
+        assert (before.student[0].rows, after.student[0].rows) == ((4, 8), (3, 4, 5, 8))
+        assert all(after.student[0].at(rows) == before.student[0].at(rows) for rows in (4, 8))
+        assert all(0 < after.teacher[0].at(rows) < 1 for rows in (3, 5))
+        assert after.update == before.update
+    assert (more.within, more.reduce_within) == (first.within, first.reduce_within)
+
+
+@pytest.mark.timeout(120)
+def test_distill_measures_the_shares_of_its_plan(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOBD_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured, "numbers_of_rows", lambda batch, ranks: (batch,))  # as if the shares were unusual
+    done = autobd.distill(
+        mlp(8), mlp(4, seed=1), torch.randn(27, 6), batch_size=9, devices=["cpu"] * 3, strategy="dp", threads=1,
+        epochs=1, cuts=[("0", "0"), ("1", "1")], progress=False, replan=False,
+    )  # fmt: skip
+    assert done.plan.shares == {3}
+    assert done.profile.knows(3)
