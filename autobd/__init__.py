@@ -9,7 +9,7 @@ from .errors import AutobdError
 from .graph import Captured, capture
 from .planner import Assignment, Plan, plan
 from .program import simulate
-from .recipe import KL, MSE, Recipe
+from .recipe import KL, MSE, CosineDistance, Recipe, RelativeL1, Schedule, Weighted
 from .report import Report, inspect
 
 __version__ = "0.1.0"
@@ -20,12 +20,16 @@ __all__ = [
     "AutobdError",
     "Bench",
     "Captured",
+    "CosineDistance",
     "Distilled",
     "Plan",
     "Profile",
     "Recipe",
+    "RelativeL1",
     "Report",
+    "Schedule",
     "Split",
+    "Weighted",
     "bench",
     "capture",
     "distill",

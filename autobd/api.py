@@ -155,6 +155,7 @@ def distill(
             first = tuple(a.on(home) for a in to_pair(batches.first()))
             recorded = first if example is None else tuple(a.on(home) for a in to_pair(example))
             found = as_asked(recorded)
+            recipe.frozen(name for name, _ in student.named_parameters())
             for block in range(len(found)):
                 recipe.for_block(block, len(found), found.logits)
             verification = found.verify()
@@ -162,7 +163,9 @@ def distill(
             found = found.fit(first[0], verification.teacher_writes)
             costs, chosen = _planned(profile, found, group, first[0].rows, recipe, strategy, progress)
             notes += filter(None, [statistics_note(found, chosen)])
-            program = build(chosen, found, own_input=recipe.block_input == "student", own_rows=own_rows)
+            if recipe.block_input != "teacher":
+                build(chosen, found, own_input=True)  # so that it does not fail on the way
+            program = build(chosen, found, own_input=recipe.own_input(0.0) > 0, own_rows=own_rows)
             start = weights_from_teacher(found) if init == "teacher" else {}
             if init == "teacher":
                 count = len(tensors_of(student))

@@ -196,6 +196,7 @@ class Serial:
         self.teacher, self.student = copy.deepcopy(teacher).eval(), student
         student.train()
         self.adapters, self.plan, self.recipe, self.own_input, self.seed = adapters, plan, recipe, own_input, seed
+        self.moved = False  # whether blocks have begun to see the student's own boundary
         self.blocks, self.scales, self.losses = len(student.parts), [None] * len(student.parts), []
         self.assignment = {b: a for a in plan.assignments for b in a.blocks}
         self.inward, self.outward = {}, {}
@@ -229,13 +230,23 @@ class Serial:
         total = len(batches) * epochs
         for _ in range(epochs):
             for batch in batches:
-                self._step(batch, len(self.losses) / total)
-            for i, stale in enumerate(self.stale):
-                current = dict(self.student.parts[i].named_parameters())
-                for name, copied in stale.items():
-                    copied.copy_(current[name].detach())
+                progress = len(self.losses) / total
+                if self._share(progress) and self.losses and not self.moved:
+                    self._refresh()
+                self.moved = self.moved or self._share(progress) > 0
+                self._step(batch, progress)
+            self._refresh()
         self._fold()
         return self.losses
+
+    def _refresh(self):
+        for i, stale in enumerate(self.stale):
+            current = dict(self.student.parts[i].named_parameters())
+            for name, copied in stale.items():
+                copied.copy_(current[name].detach())
+
+    def _share(self, progress):
+        return self.own_input(progress) if callable(self.own_input) else float(self.own_input)
 
     def _modules(self, i):
         return [self.student.parts[i], *([self.student.head] if i + 1 == self.blocks else [])]
@@ -256,7 +267,7 @@ class Serial:
         for i in range(self.blocks):
             if self.scales[i] is None:
                 self.scales[i] = [t.square().mean() if t.any() else torch.ones(()) for t in taught[i]]
-            source = own if self.own_input else taught
+            source = self._source(own, taught, progress)
             outputs, loss_sum = [], 0.0
             for share, (replica, a, b) in enumerate(microbatches(self.assignment[i], rows)):
                 if a == b:
@@ -294,6 +305,14 @@ class Serial:
             optimizer.step()
             optimizer.zero_grad()
         self.losses.append(tuple(losses))
+
+    def _source(self, own, taught, progress):
+        """What the next block is made from: the student's own boundaries, the teacher's, or a mixture."""
+        share = self._share(progress)
+        if share == 0:
+            return taught
+        both = zip(taught, own, strict=False)
+        return [[torch.lerp(t, s, share) if share < 1 else s for t, s in zip(*b, strict=True)] for b in both]
 
     def _student(self, i, given, side, mask):
         part, stale = self.student.parts[i], self.stale[i]

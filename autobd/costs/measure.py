@@ -83,7 +83,7 @@ class MeasureBlocks:
         for part in parts:
             assert part.student is not None
             students.append(Student(part.student, like))
-            students[-1].train_too(maps.of_block(part.block))
+            students[-1].train_too(maps.trained_with(part.block))
         found = []
         for rows in self.rows:
             found.append(_Blocks(self, parts, rows, students, maps, on).run())
@@ -139,9 +139,8 @@ class _Blocks:
         for b, part in enumerate(self.parts):
             peak = Peak(self.device) if note else None
             start = self.clock()
-            with torch.no_grad():
-                inputs = [self.given[0][i] for i in part.inputs]
-                boundaries.append(tuple(dense(t) for t in part.teacher(*boundaries[-1], *inputs)))
+            inputs = [self.given[0][i] for i in part.inputs]
+            boundaries.append(tuple(dense(t) for t in part.teach(*boundaries[-1], *inputs)))
             self._note("teacher", b, number, self.clock() - start)
             if peak is not None:
                 self._needed(b, peak.bytes - sum(map(_bytes, boundaries[-1])))
@@ -170,11 +169,11 @@ class _Blocks:
         with torch.enable_grad():
             loss = student.forward(entering, inputs, targets, partial(self.maps.leave, block), f"block {block}", False)
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            student.learner.scaled(loss).backward()  # type: ignore[no-untyped-call]
         student.output = None
         del loss
         middle = self.clock()
-        gradients = sum(_bytes(p.grad) for p in student.parameters if p.grad is not None)
+        gradients = sum(_bytes(p.grad) for p in student.learner.parameters.values() if p.grad is not None)
         student.step()
         self._note("student", b, number, middle - start)
         self._note("update", b, number, self.clock() - middle)

@@ -118,7 +118,8 @@ class _Measuring:
         self.examples = [a.head(batch) for a in (split.teacher.example, split.student.example)]
         self.rows = tuple(rows)
         student = copied(split.student.model).train()
-        self.parts = parts_of(split, student, copy.deepcopy(recipe))  # losses may count their calls
+        own = replace(copy.deepcopy(recipe), accumulate=1)  # losses may count their calls
+        self.parts = parts_of(split, student, own)
         names = [_name(d) for d in group.cluster.devices]
         self.kinds = sorted(set(names))
         self.kind_of = tuple(self.kinds.index(n) for n in names)

@@ -37,11 +37,6 @@ class ChannelMaps:
                         else:
                             self.inward[cut, i] = nn.Parameter(start.clone().to(like))
 
-    def of_block(self, block: int) -> list[nn.Parameter]:
-        """The maps that are trained with `block`."""
-        inward = [m for (before, _), m in self.inward.items() if before + 1 == block]
-        return inward + [m for (own, _), m in self.outward.items() if own == block]
-
     def leave(self, block: int, tensor: int, value: Tensor) -> Tensor:
         """A student's tensor behind `block`, with the teacher's channels where the map is trained."""
         place = block, tensor
@@ -54,7 +49,7 @@ class ChannelMaps:
         place = block - 1, tensor
         return self.adapters[place].map_channels(value, self.inward[place]) if place in self.inward else value
 
-    def tensors(self, block: int) -> dict[str, Tensor]:
+    def trained_with(self, block: int) -> dict[str, nn.Parameter]:
         """The maps that are trained with `block`, by names that no key of a student has."""
         return {
             f"{side} {cut} {i}": m

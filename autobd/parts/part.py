@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,8 +14,8 @@ from torch import Tensor, fx, nn
 from ..blocks import Split
 from ..blocks.adapters import Adapter
 from ..blocks.cuts import Boundary
-from ..recipe import Recipe
-from ..recipe.recipe import BlockRecipe
+from ..recipe import BlockRecipe, Recipe
+from ..recipe.block_recipe import Precision
 from .recompute import recomputing
 from .ties import stale_copies, trained_names
 
@@ -27,6 +28,7 @@ class StudentPart:
         module: called with the boundary before it and its input tensors; `inputs`: indices of these.
         distilled: indices, behind the block, of the tensors that it learns.
         before, behind: adapters of the tensors before and behind it.
+        fresh: indices, before the block, of the tensors that the block before has made; others come from further back.
         keys: path of a tensor in `module` -> key in the student, for those that training may change; `stale` likewise
             for copies of weights that an earlier block trains.
         trained: keys of the parameters that its optimizer updates.
@@ -42,6 +44,7 @@ class StudentPart:
     distilled: tuple[int, ...]
     before: tuple[Adapter, ...]
     behind: tuple[Adapter, ...]
+    fresh: tuple[int, ...]
     keys: Mapping[str, str]
     stale: Mapping[str, str]
     trained: tuple[str, ...]
@@ -67,7 +70,8 @@ class Part:
     Attributes:
         where: the student's modules, for errors.
         inputs: indices of the teacher's input tensors that the block reads.
-        folded: how many rows of each tensor behind the block belong to one sample.
+        folded: how many rows of each tensor behind the block belong to one sample; `dtypes`: of these tensors.
+        precision: see `Recipe`.
     """
 
     block: int
@@ -75,7 +79,18 @@ class Part:
     teacher: fx.GraphModule
     inputs: tuple[int, ...]
     folded: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    precision: Precision
     student: StudentPart | None
+
+    def teach(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """The teacher's tensors behind the block, of those before it and its input tensors."""
+        device = next((t.device for t in given), torch.device("cpu"))
+        with torch.no_grad(), autocast(device, self.precision):
+            output: tuple[Tensor, ...] = self.teacher(*given)
+        if self.precision is None:
+            return output
+        return tuple(t.to(dtype) for t, dtype in zip(output, self.dtypes, strict=True))
 
 
 def parts_of(split: Split, student: nn.Module, recipe: Recipe, recomputed: Collection[int] = ()) -> list[Part]:
@@ -85,17 +100,22 @@ def parts_of(split: Split, student: nn.Module, recipe: Recipe, recomputed: Colle
         recomputed: blocks whose activations are computed again in the backward.
     """
     named = dict(student.named_parameters())
+    for name in recipe.frozen(named):
+        named[name].requires_grad_(False)
     keys = {id(t): name for name, t in (*named.items(), *student.named_buffers())}
     stale = stale_copies(split, named)
     students = split.bind_student(student, stale)
     trained, opaque = trained_names(split, named), split.student.opaque
     before: tuple[Adapter, ...] = ()
+    fresh: tuple[int, ...] = ()
     parts = []
     for b, (pair, teacher, module) in enumerate(zip(split.pairs, split.bind_teacher(), students, strict=True)):
         copies = {id(copy): name for name, copy in stale[b].items()}
         own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
         kept_whole = any(n.op == "call_module" and n.target in opaque for n in pair.student.graph.nodes)
         behind = tuple(_without_nodes(a) for a in pair.adapters)
+        chosen = recipe.for_block(b, len(split), split.logits)
+        again = b in recomputed or chosen.recompute
         parts.append(
             Part(
                 b,
@@ -103,26 +123,36 @@ def parts_of(split: Split, student: nn.Module, recipe: Recipe, recomputed: Colle
                 teacher,
                 pair.teacher.inputs,
                 tuple(t.folded for t in pair.teacher.returns),
+                tuple(t.dtype for t in pair.teacher.returns),
+                chosen.precision,
                 StudentPart(
                     module,
                     pair.student.inputs,
                     pair.student.distilled,
                     before,
                     behind,
+                    fresh,
                     {path: keys[id(t)] for path, t in own.items() if id(t) in keys and _may_change(t)},
                     {path: copies[id(t)] for path, t in own.items() if id(t) in copies},
                     tuple(trained[b]),
                     any(tie.together and b in tie.blocks for tie in split.ties),
-                    recipe.for_block(b, len(split), split.logits),
+                    chosen,
                     kept_whole,
                     kept_whole or any(n.meta.get("random") for n in pair.student.graph.nodes),
                     kept_whole,
-                    recomputing(module, pair.student.graph) if b in recomputed and not kept_whole else None,
+                    recomputing(module, pair.student.graph) if again and not kept_whole else None,
                 ),
             )
         )
-        before = behind
+        before, fresh = behind, pair.student.distilled
     return parts
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """Run operations in half precision where they are known to bear it."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
 
 
 def _may_change(tensor: Tensor) -> bool:

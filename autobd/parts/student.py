@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils._pytree import tree_map_only
 
 from ..errors import NonFiniteError
 from ..recipe import MSE
 from ..recipe.losses import evaluate, precise
-from .part import Part, StudentPart, tensors_at
+from .compiled import Compiled
+from .learner import Learner
+from .part import Part, StudentPart, autocast, tensors_at
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class BlockState:
     elsewhere than in `state_dict` begins anew.
 
     Attributes:
-        optimizer: its `state_dict`; `normalisers`: of its losses; `maps`: its channel maps, by name.
+        learner: of its optimizer and what belongs to it; `normalisers`: of its losses; `maps`: its channel maps, by
+            name.
     """
 
-    optimizer: dict[str, Any] | None
+    learner: dict[str, Any]
     normalisers: list[Tensor] | None
     maps: dict[str, Tensor]
 
@@ -51,61 +52,58 @@ class Student:
 
     def __init__(self, part: StudentPart, like: Tensor) -> None:
         self.part, self.recipe, self.like = part, part.recipe, like
+        self._call = _callable(part)
         self.tensors = tensors_at(part.module, part.keys)
         self.stale = tensors_at(part.module, part.stale)
         self.before = [a.on(like) for a in part.before]
         self.behind = [a.on(like) for a in part.behind]
-        self.parameters: list[nn.Parameter] = [self.tensors[key] for key in part.trained]
-        self.optimizer: torch.optim.Optimizer | None = None
         self.normalisers: list[Tensor] | None = None
         self.output: tuple[Tensor, ...] | None = None
         self.learns = True  # whether the output depends on the weights in this step
         self.weight = 1.0  # the share of the batch's rows
         self._zero = torch.zeros((), device=like.device)
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the batches of a step
+        self.train_too({})
         self.begin()
 
-    def train_too(self, maps: Sequence[nn.Parameter]) -> None:
+    def train_too(self, maps: Mapping[str, nn.Parameter]) -> None:
         """Train channel maps with the block's own parameters, and make the optimizer."""
-        self.parameters += maps
-        self.optimizer = self.recipe.make_optimizer(self.parameters)
+        own = {key: self.tensors[key] for key in self.part.trained}
+        self.learner = Learner(self.recipe, {**own, **maps}, self.like.device)
 
-    def state(self, maps: Mapping[str, Tensor]) -> BlockState:
+    def trained(self) -> dict[str, Tensor]:
+        """What training has changed, as the student gets it: tensors by their keys in it, and channel maps."""
+        return {**{key: t.detach() for key, t in self.tensors.items()}, **self.learner.tensors()}
+
+    def state(self) -> BlockState:
         """Where the training is, to be sent to any device."""
-        optimizer = None if self.optimizer is None else tree_map_only(Tensor, Tensor.cpu, self.optimizer.state_dict())
         normalisers = None if self.normalisers is None else [t.cpu() for t in self.normalisers]
-        return BlockState(optimizer, normalisers, {name: m.detach().cpu() for name, m in maps.items()})
+        maps = {name: t.cpu() for name, t in self.learner.tensors().items() if name not in self.tensors}
+        return BlockState(self.learner.state(), normalisers, maps)
 
-    def go_on(self, state: BlockState, maps: Mapping[str, Tensor]) -> None:
-        """Go on from `state`; `maps`: the block's own channel maps."""
-        if self.optimizer is not None and state.optimizer is not None:
-            self.optimizer.load_state_dict(state.optimizer)
-            for number, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
-                for name, value in state.optimizer["state"].get(number, {}).items():
-                    if isinstance(value, Tensor) and value.dtype != self.optimizer.state[p][name].dtype:
-                        self.optimizer.state[p][name] = value.to(p.device)  # it was cast to the parameter's
+    def go_on(self, state: BlockState) -> None:
+        """Go on from `state`, with weights as `trained` gave them."""
         if state.normalisers is not None:
             self.normalisers = [t.to(self.like.device) for t in state.normalisers]
         with torch.no_grad():
-            for name, own in maps.items():
-                own.copy_(state.maps[name])
+            for name, value in state.maps.items():
+                self.learner.parameters[name].copy_(value)
+        self.learner.go_on(state.learner)
 
     def take(self, part: Part) -> None:
         """Go on with the block in another form."""
         assert part.student is not None
-        self.part = part.student
+        self.part, self._call = part.student, _callable(part.student)
         self.before = [a.on(self.like) for a in part.student.before]
         self.behind = [a.on(self.like) for a in part.student.behind]
-
-    def set_rate(self, progress: float) -> None:
-        """The learning rate at `progress` (0 to 1) through the training."""
-        if self.optimizer is not None and callable(self.recipe.lr):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.recipe.lr_at(progress)
 
     def begin(self) -> None:
         """Begin a step; until a forward it is one without rows."""
         self.output = None
-        self.norm = self.teacher_norm = self._zero
+        self.teacher_norm = self._zero
+        self.range: tuple[Tensor, Tensor] | None = None  # of what the block was given, where that may be asked for
+        if self.recipe.non_finite == "skip" and not self.learner.pending:
+            self._buffers = [(b, b.clone()) for b in self.part.module.buffers()]
         self._losses: list[tuple[float, Tensor, Tensor]] = []  # of each microbatch: weight, loss, relative error
         self._outputs: list[tuple[Tensor, ...]] = []
 
@@ -149,12 +147,19 @@ class Student:
             leave: from an index and a tensor behind the block to what is compared.
             where, split: as for `evaluate`.
         """
-        self.output = self.part(*entering, *given)
-        outputs = [precise(leave(i, self.output[i])) for i in self.part.distilled]
+        with autocast(self.like.device, self.recipe.precision):
+            output = self._call(*entering, *given)
+        if self.recipe.precision is not None:
+            output = tuple(t.to(a.student.dtype) for t, a in zip(output, self.behind, strict=True))
+        self.output = output
+        outputs = [precise(leave(i, output[i])) for i in self.part.distilled]
         self.learns = not self.part.varies or any(t.requires_grad for t in outputs)
-        return self.judge(outputs, targets, where, split)
+        loss = self._judge(outputs, targets, where, split)
+        if loss.device.type != "cpu" or not loss.isfinite():
+            self.range = _range((*entering, *given))
+        return loss
 
-    def judge(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool) -> Tensor:
+    def _judge(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool) -> Tensor:
         """The loss of what the block learns; notes it, and the error relative to a student that outputs zeros.
 
         Arguments: as `evaluate`.
@@ -162,39 +167,36 @@ class Student:
         assert self.normalisers is not None
         loss_of = self.recipe.loss
         normalisers = [n.to(t.dtype) for n, t in zip(self.normalisers, targets, strict=True)]
-        losses = [evaluate(loss_of, s, t, where, split) for s, t in zip(outputs, targets, strict=True)]
-        normalised = isinstance(loss_of, MSE) and loss_of.normalised
-        loss = _mean(_over(losses, normalisers) if normalised else losses)
+        compared = zip(outputs, targets, normalisers, strict=True)
+        loss = _mean([evaluate(loss_of, s, t, where, split, n) for s, t, n in compared])
         relative = noted = loss.detach()
         with torch.no_grad():
             self.teacher_norm = self.teacher_norm + _mean([torch.linalg.vector_norm(t) for t in targets])
-            if not normalised:
-                errors = [(s - t).square().mean() for s, t in zip(outputs, targets, strict=True)]
-                relative = _mean(_over(errors, normalisers))
+            if not (isinstance(loss_of, MSE) and loss_of.normalised):
+                compared = zip(outputs, targets, normalisers, strict=True)
+                relative = _mean([(s - t).square().mean() / n for s, t, n in compared])
         self._losses.append((self.weight, noted, relative))
         return loss
 
     def step(self) -> None:
-        """Clip the gradients, step, and forget them."""
-        if self.optimizer is None:
-            return
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if any(g.is_sparse for g in gradients):  # their norm is that of the values, each index once
-            for p in self.parameters:
-                if p.grad is not None and p.grad.is_sparse:
-                    p.grad = p.grad.coalesce()
-            gradients = [
-                p.grad._values() if p.grad.is_sparse else p.grad for p in self.parameters if p.grad is not None
-            ]
-        self.norm = get_total_norm(gradients)
-        if self.recipe.clip is not None:
-            clip_grads_with_norm_(self.parameters, self.recipe.clip, self.norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        """A batch's gradients are whole: step if that is due; where they are not finite and are to be skipped, as if
+        the batch had not been."""
+        skipped = self.learner.skipped
+        self.learner.update()
+        if self.learner.skipped > skipped:
+            self._restore()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        if self.normalisers is not None and not all(bool(n.isfinite()) for n in self.normalisers):
+            self.normalisers = None
 
     def share(self, loss: float, relative: float, norm: float, where: Callable[[], str]) -> ShareLosses:
         """The step's values as numbers. Errors: NonFiniteError that tells whether the teacher is the cause."""
-        if math.isfinite(loss) and math.isfinite(norm):
+        scaled = self.learner.scaler.is_enabled() and self.learner.scaler.get_scale() >= 1  # it will be made less
+        if self.recipe.non_finite == "skip" or (math.isfinite(loss) and (math.isfinite(norm) or scaled)):
             return ShareLosses(loss, relative, self.rows)
         cause = (
             "the teacher's boundary"
@@ -205,14 +207,28 @@ class Student:
         )
         raise NonFiniteError(
             f"{where()}: not a finite number; it began in {cause}.",
-            given=f"loss {loss}, gradient norm {norm}",
+            given=f"loss {loss}, gradient norm {norm}" + self._range_as_text(),
             expected="finite values",
-            do="lower the learning rate, set Recipe(clip=...), or check the batch for NaN",
+            do='lower the learning rate, set Recipe(clip=...), check the batch for NaN, or Recipe(non_finite="skip")',
         )
 
+    def _range_as_text(self) -> str:
+        if self.range is None:
+            return ""
+        return f", input of the block from {float(self.range[0]):.4g} to {float(self.range[1]):.4g}"
 
-def _over(values: Sequence[Tensor], by: Sequence[Tensor]) -> list[Tensor]:
-    return [v / n for v, n in zip(values, by, strict=True)]
+
+def _callable(part: StudentPart) -> Callable[..., Any]:
+    return Compiled(part.modules[-1], part.recipe.block) if part.recipe.compile else part
+
+
+def _range(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The least and the largest value of the first tensor of real numbers."""
+    first = next((t.detach() for t in tensors if t.is_floating_point() and t.numel()), None)
+    if first is None:
+        return None
+    least, most = torch.aminmax(first)
+    return least, most
 
 
 def _mean(values: Sequence[Tensor]) -> Tensor:

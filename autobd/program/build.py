@@ -23,8 +23,8 @@ def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = Fa
     """The program of a plan, checked.
 
     Arguments:
-        own_input: give each student block the student's own boundary, detached, instead of the teacher's; it is
-            relayed beside the teacher's.
+        own_input: give each student block the student's own boundary, detached, instead of the teacher's or mixed with
+            it; it is relayed beside the teacher's.
         own_rows: every rank loads its own rows; rank 0 only tells the others which.
 
     Errors: PlanError for a plan that does not train every block once, or whose ranks would wait for each other.

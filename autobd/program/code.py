@@ -46,7 +46,8 @@ def _reads(instruction: Instruction, own_input: bool, loaded: bool) -> list[str]
         case Op.TEACHER_FORWARD:
             return [inputs, _boundary("x", block - 1)]
         case Op.STUDENT_FORWARD:
-            return [inputs, _boundary("s" if own_input else "x", block - 1), _boundary("x", block)]
+            own = [_boundary("s", block - 1)] if own_input else []
+            return [inputs, _boundary("x", block - 1), _boundary("x", block), *own]
         case Op.RELAY:
             return [_boundary("x", block)]
         case Op.RELAY_STUDENT:

@@ -25,7 +25,7 @@ class Program:
         inputs: for each assignment of the plan the indices of the teacher's and of the student's input tensors that it
             reads.
         ranks: the instructions of each rank, in an order that respects their `after` edges.
-        own_input: student blocks are given the student's own boundary.
+        own_input: student blocks are given the student's own boundary, or a mixture of both.
         own_rows: every rank loads the rows that it reads itself; what rank 0 scatters is only which they are.
         batched: indices of the teacher's and of the student's input tensors that have a row for each of the batch.
     """

@@ -1,6 +1,6 @@
 """A message: a few numbers and any tensors, packed into one buffer of bytes.
 
-count | kind step batch first last progress sizes apart tensors | dtype dims shape strides offset | ... | tensors
+count | kind step batch first last progress sizes own apart tensors | dtype dims shape strides offset | ... | tensors
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Header:
         batch: rows of the whole batch; `first`, `last`: the rows that the message holds (`last` is one past).
         progress: 0 to 1 through the training.
         sizes: which of the sizes of inputs that have come so far the batch has.
+        own: how much of a student block's input is the student's own boundary, 0 to 1; the rest is the teacher's.
     """
 
     kind: int = STEP
@@ -41,6 +42,7 @@ class Header:
     last: int = 0
     progress: float = 0.0
     sizes: int = 0
+    own: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ class Packing:
         """Tensors keep their strides where these cover their memory without gaps (channels last, transposed);
         others become contiguous."""
         tensors = [dense(t) for t in tensors]
-        (progress,) = struct.unpack("<q", struct.pack("<d", header.progress))
+        progress, own = struct.unpack("<2q", struct.pack("<2d", header.progress, header.own))
         layout, parts, offset = [], [], 0
         for tensor in tensors:
             layout += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *tensor.stride(), offset]
             parts.append((tensor, offset))
             offset = _aligned(offset + tensor.numel() * tensor.element_size())
-        numbers = [header.kind, header.step, header.batch, header.first, header.last, progress, header.sizes]
+        numbers = [header.kind, header.step, header.batch, header.first, header.last, progress, header.sizes, own]
         words = [*numbers, offset if outside else -1, len(tensors), *layout]
         count = 1 + len(words)
         return cls(_aligned(8 * count), offset, outside, (count, *words), tuple(parts))
@@ -95,10 +97,10 @@ class Packing:
 
 def read_header(buffer: Tensor) -> tuple[Header, int | None]:
     """The header of a packed message, and how many bytes of tensors travel apart from it (None: none do)."""
-    words = buffer[8 : 8 * 10].view(torch.int64).tolist()
-    (progress,) = struct.unpack("<d", struct.pack("<q", words[5]))
+    words = buffer[8 : 8 * 11].view(torch.int64).tolist()
+    progress, own = struct.unpack("<2d", struct.pack("<2q", words[5], words[7]))
     kind, step, batch, first, last = words[:5]
-    return Header(kind, step, batch, first, last, progress, words[6]), None if words[7] < 0 else words[7]
+    return Header(kind, step, batch, first, last, progress, words[6], own), None if words[8] < 0 else words[8]
 
 
 def read_tensors(buffer: Tensor, payload: Tensor | None = None) -> list[Tensor]:
@@ -106,8 +108,8 @@ def read_tensors(buffer: Tensor, payload: Tensor | None = None) -> list[Tensor]:
     count = int(buffer[:8].view(torch.int64))
     words = buffer[8 : 8 * count].view(torch.int64).tolist()
     payload = buffer[_aligned(8 * count) :] if payload is None else payload
-    tensors, at = [], 9
-    for _ in range(words[8]):
+    tensors, at = [], 10
+    for _ in range(words[9]):
         dims = words[at + 1]
         shape, strides = words[at + 2 : at + 2 + dims], words[at + 2 + dims : at + 2 + 2 * dims]
         tensors.append(_strided(payload, _DTYPES[words[at]], tuple(shape), tuple(strides), words[at + 2 + 2 * dims]))

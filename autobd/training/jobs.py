@@ -99,6 +99,7 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
         ended = True
         if coming.kind != EPOCH:
             break
+        rank.end_epoch()
         links.report.send(coming, [rank.times(), *by_name(rank.trained())])
         if job.rank in job.refreshed:
             rank.refresh(named(links.news.take()[1]))

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..blocks import Split
+from ..errors import InputError
 from ..graph import Arguments
 from ..graph.state import copied, module_tensors, untouched
 from ..parts import BlockState, Part, parts_of
 from ..parts.channels import Place, between, plain_weights
 from ..parts.form import Form
 from ..planner import Plan
-from ..program import Program, Trace
+from ..program import Program, Trace, build
 from ..ranks import EPOCH, STEP, STOP, Group, Header, Peers
 from ..ranks.pickling import dumps
 from ..ranks.waiting import Waiter
@@ -86,6 +87,13 @@ def train(
         stack.enter_context(untouched(teacher, tensors=[tensors[path] for path in teacher_writes]))
         teacher.eval()
         total = recipe.steps or (batches.length * recipe.epochs if batches.length else None)
+        if total is None and recipe.epochs == 1 and recipe.block_input == "teacher-then-student":
+            raise InputError(
+                "The middle of the training is not known.",
+                given="data without a length, one epoch",
+                expected="a number of steps, for block_input='teacher-then-student'",
+                do="pass Recipe(steps=...), or data with a length",
+            )
         bar = stack.enter_context(
             tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
         )
@@ -142,32 +150,46 @@ class Loop:
         self.maps: dict[Place, Tensor] = {}
         self.trace: Trace | None = None
         self.moves_to: Program | None = None
+        self._left: Iterator[Any] | None = None  # of the epoch's batches; or, with OwnRows, all of its order
+        self._order: list[list[int]] | None = None
+        self._in_epoch = 0
+        self._held: list[Any] = []  # a batch that was read before a move
         self._started = time.perf_counter()
 
     def run(self, job: Job, peers: Peers) -> dict[int, BlockState]:
-        """Train to the end, or until there is a plan to move to; then return what the rank's blocks go on from."""
+        """Train to the end, or until there is another program to go on with; then return what the rank's blocks go on
+        from."""
         rank, step = job.start(peers), self.program.compile(0)
         sizes, self.refreshed = Sizes(self.split, self.program.batched), [r for r in job.refreshed if r != 0]
         collector = Collector(rank, len(self.split), self.history)
         recipe, self.moves_to = self.recipe, None
         epochs = recipe.epochs if recipe.steps is None else recipe.steps
         while self.epoch < epochs and self.done != recipe.steps and self.moves_to is None:
-            for batch, rows in self._read(self._epoch(self.epoch, rank), peers):
+            for batch, rows in self._read(self._epoch(rank), peers):
+                now = self.done / self.bar.total if self.bar.total else self.epoch / epochs
+                own = recipe.own_input(now)
+                if own > 0 and not self.program.own_input:
+                    self._held.append(batch)
+                    self.moves_to = build(self.program.plan, self.split, True, self.program.own_rows)
+                    break
                 pair = self.to_pair(batch)
                 check_like(pair, self.split)
                 number, forms = sizes.of(pair)
                 if forms is not None:
                     _announce(rank, number, forms, job)
-                now = self.done / self.bar.total if self.bar.total else self.epoch / epochs
-                rank.begin(Header(STEP, self.done, rows or pair[0].rows, progress=now, sizes=number))
+                rank.begin(Header(STEP, self.done, rows or pair[0].rows, progress=now, sizes=number, own=own))
                 rank.run(step, pair)
                 collector.add(self.done, rank.finish_step())
                 collector.look()
                 self.done += 1
+                self._in_epoch += 1
                 self._show()
                 if self.done == recipe.steps:
                     break
-            self._end_epoch(rank, collector)
+            self._collect(rank, collector)
+            if self.moves_to is not None:
+                break
+            self._end_epoch()
             self.epoch += 1
             if self.replan is not None and self.epoch < epochs and self.done != recipe.steps:
                 self.moves_to = self.replan(self.program, collector.trace())
@@ -183,12 +205,21 @@ class Loop:
         """What a rank does, for errors."""
         return f"{self.program.plan.blocks_of(rank)}; rank 0 is at step {self.done}"
 
-    def _epoch(self, number: int, rank: Rank) -> Iterator[tuple[Any, int | None]]:
-        """What rank 0 reads of each batch, and the rows of the batch where that is not all of it."""
+    def _epoch(self, rank: Rank) -> Iterator[tuple[Any, int | None]]:
+        """What rank 0 reads of each batch that is left of the epoch, and the rows of the batch where that is not all of
+        it."""
         if not isinstance(self.batches, OwnRows):
-            yield from ((batch, None) for batch in self.batches.epoch(number))
+            if self._left is None:
+                self._left = self.batches.epoch(self.epoch)
+            while self._held:
+                yield self._held.pop(), None
+            for batch in self._left:
+                yield batch, None
             return
-        order = self.batches.order()
+        self._held.clear()
+        if self._order is None:
+            self._order = self.batches.order()
+        order = self._order[self._in_epoch :]
         for sender in rank.links.announce.values():
             sender.send(Header(STEP), [_bytes(order)])
         spans = [self.program.span(0, len(batch)) for batch in order]
@@ -221,14 +252,20 @@ class Loop:
         finally:
             waiter.close()
 
-    def _end_epoch(self, rank: Rank, collector: Collector) -> None:
+    def _collect(self, rank: Rank, collector: Collector) -> None:
+        """Bring what training has changed together, between two steps."""
         rank.links.pass_on(EPOCH, self.done)
+        rank.end_epoch()
         self.values = values = collector.weights()
-        self.history.epoch_ends.append(self.done)
         rank.refresh(values)
         for other in self.refreshed:
             rank.links.announce[other].send(Header(EPOCH, self.done), by_name(values))
         self.maps = between(self.split, values)
+
+    def _end_epoch(self) -> None:
+        self._left, self._order, self._in_epoch = None, None, 0
+        self.history.epoch_ends.append(self.done)
+        values = self.values
         write_back({**self.start, **values, **plain_weights(self.split, values)}, self.split.student.model)
         self.history.seconds = time.perf_counter() - self._started
         self._show()

@@ -23,10 +23,11 @@ def resident():
 torch.ones(SIZE)
 before = resident()
 with memory_kept(torch.device("cpu")):
-    for _ in range(4):
+    for _ in range(20):
         torch.ones(SIZE)
     inside = resident() - before
-print(inside > 2 * SIZE, inside < 6 * SIZE, resident() < before + SIZE)
+# Something small may lie behind a freed tensor, so that the next one has to go elsewhere: two in all, not twenty.
+print(inside > 2 * SIZE, inside < 12 * SIZE, resident() < before + SIZE)
 """
 
 

@@ -10,7 +10,7 @@ from networks import mlp
 from torch import nn
 
 import autobd
-from autobd import KL, MSE, Recipe
+from autobd import KL, MSE, CosineDistance, Recipe, RelativeL1, Schedule, Weighted
 from autobd.errors import InputError, LossError, NonFiniteError
 
 X = [torch.randn(8, 6) for _ in range(4)]
@@ -32,10 +32,28 @@ def softened_kl(s, t):
     return 4 * (p * (p.log() - log_q)).sum(-1).mean()
 
 
+def one_minus_cosine(s, t):
+    s, t = s.flatten(), t.flatten()
+    return 1 - (s @ t) / (s.norm() * t.norm())
+
+
+def relative_error(s, t):
+    return (s - t).abs().sum() / t.abs().sum()
+
+
+def two_errors(s, t):
+    return 2 * mean_square_error(s, t) + relative_error(s, t) / 2
+
+
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), max_size=3))
 def test_losses_give_one_value_per_row_that_adds_up(rows, dims):
     s, t = torch.randn(2, rows, *dims, 3, dtype=torch.float64)
-    for loss, expected in ((MSE(), mean_square_error), (KL(2.0), softened_kl)):
+    formulas = [
+        (MSE(), mean_square_error), (KL(2.0), softened_kl), (CosineDistance(), one_minus_cosine),
+        (RelativeL1(), relative_error),
+        (Weighted((2.0, MSE()), (0.5, RelativeL1())), two_errors),
+    ]  # fmt: skip
+    for loss, expected in formulas:
         values = loss(s, t)
         assert values.shape == (rows,)
         for i in range(rows):
@@ -141,8 +159,20 @@ def test_a_nan_of_the_teacher_or_of_a_gradient_is_named_as_such():
         ({"epochs": 0}, "epochs is no count"),
         ({"epochs": 1.5}, "epochs is no count"),
         ({"steps": 0}, "steps is no count"),
-        ({"lr": -1.0}, "lr is negative"),
-        ({"clip": {0: float("nan")}}, "clip is negative or not a number"),
+        ({"lr": -1.0}, "lr has an impossible value"),
+        ({"clip": {0: float("nan")}}, "clip has an impossible value"),
+        ({"weight_decay": -0.1}, "weight_decay has an impossible value"),
+        ({"accumulate": 0}, "accumulate has an impossible value"),
+        ({"accumulate": {0: 1.5}}, "accumulate has an impossible value"),
+        ({"precision": "fp8"}, "precision has an impossible value"),
+        ({"compile": 1}, "compile has an impossible value"),
+        ({"recompute": None}, "recompute has an impossible value"),
+        ({"ema": 1.0}, "ema has an impossible value"),
+        ({"non_finite": "ignore"}, "non_finite has an impossible value"),
+        ({"loss": 3}, "loss has an impossible value"),
+        ({"optimizer": "adam"}, "optimizer has an impossible value"),
+        ({"groups": {0: "norm"}}, "groups has an impossible value"),
+        ({"freeze": "stem"}, "freeze is one text"),
         ({"temperature": 0.0}, "temperature is not positive"),
     ],
 )
@@ -154,3 +184,44 @@ def test_values_that_make_no_sense(kwargs, message):
 def test_a_block_that_does_not_exist():
     with pytest.raises(InputError, match=r"Recipe.lr names a block that does not exist"):
         run(Recipe(lr={3: 0.1}))
+
+
+def test_a_callable_gives_a_value_for_each_block():
+    recipe = Recipe(clip=lambda block: block + 1.0, weight_decay=lambda block: None, ema=lambda block: 0.9)
+    assert [recipe.for_block(b, 3, None).clip for b in range(3)] == [1.0, 2.0, 3.0]
+    with pytest.raises(InputError, match="accumulate has an impossible value"):
+        run(Recipe(accumulate=lambda block: block))
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["cosine", "linear", "constant"]), st.floats(0, 1))
+def test_a_schedule_rises_and_falls(warmup, final, decay, progress):
+    rate = Schedule(0.1, warmup, decay, final)
+    value, later = rate(0, progress), rate(0, min(progress + 0.01, 1.0))
+    assert 0 <= value <= 0.1 + 1e-12
+    if progress + 0.01 <= warmup:
+        assert value <= later
+    elif progress >= warmup:
+        assert later <= value + 1e-12
+    if 0 < warmup < 1:
+        assert rate(0, warmup) == pytest.approx(0.1)
+        assert rate(0, warmup / 2) == pytest.approx(0.05)
+    if warmup < 1:
+        assert rate(0, 1.0) == pytest.approx(0.1 if decay == "constant" else 0.1 * final)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"warmup": 1.5}, "longer than the training"), ({"warmup": -0.1}, "negative"), ({"decay": "step"}, "No such"),
+        ({"final": 2.0}, "no learning rates"), ({"lr": float("nan")}, "no learning rates"),
+    ],
+)  # fmt: skip
+def test_schedules_that_make_no_sense(values, message):
+    with pytest.raises(InputError, match=message):
+        Schedule(**{"lr": 0.1, **values})
+
+
+@pytest.mark.parametrize("terms", [(), (MSE(),), ((1.0, 2.0),), (("a", MSE()),)])
+def test_sums_of_losses_that_are_none(terms):
+    with pytest.raises(InputError, match=r"weighted loss|no losses"):
+        Weighted(*terms)

@@ -38,7 +38,7 @@ RECIPES = st.builds(
     st.sampled_from([functools.partial(torch.optim.AdamW, eps=1e-5), functools.partial(torch.optim.SGD, momentum=0.9)]),
     st.sampled_from([1e-3, lambda block, progress: 1e-3 * (1 + block) * (1 - progress / 2)]),
     st.sampled_from([None, 0.1]),
-    st.sampled_from(["teacher", "student"]),
+    st.sampled_from(["teacher", "student", "teacher-then-student", lambda progress: min(1.0, 2 * progress)]),
 )
 
 
@@ -79,8 +79,8 @@ def assert_like_serial(group, teacher, student, given_batches, recipe, epochs, s
     result = group.distill(
         teacher, student, given_batches, recipe=recipe, epochs=epochs, seed=seed, cuts=cuts, **options
     )
-    own_input, together = recipe.block_input == "student", options.get("ties") == "together"
-    serial = Serial(teacher, mine, adapters_of(result.split), result.plan, recipe, own_input, together, seed)
+    together = options.get("ties") == "together"
+    serial = Serial(teacher, mine, adapters_of(result.split), result.plan, recipe, recipe.own_input, together, seed)
     losses = serial.train(given_batches, epochs)
     assert result.history.epoch_ends == [len(given_batches) * (e + 1) for e in range(epochs)]
     exact = recipe.clip is None and not any(a.replicated or a.microbatches > 1 for a in result.plan.assignments)

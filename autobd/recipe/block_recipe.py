@@ -1,0 +1,72 @@
+"""A recipe's values for one block: `BlockRecipe`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .losses import Loss
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+LearningRate = float | Callable[[int, float], float]
+Groups = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
+NonFinite = Literal["stop", "skip"]
+Precision = Literal["bf16", "fp16"] | None
+
+
+@dataclass(frozen=True)
+class BlockRecipe:
+    """The fields that `Recipe` marks with *, for block number `block`."""
+
+    block: int
+    loss: Loss
+    optimizer: OptimizerFactory
+    lr: LearningRate
+    weight_decay: float | None
+    groups: Groups | None
+    clip: float | None
+    non_finite: NonFinite
+    accumulate: int
+    precision: Precision
+    compile: bool
+    recompute: bool
+    ema: float | None
+
+    def make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        """For parameters by name; None for a block with nothing to train."""
+        if not parameters:
+            return None
+        lr, groups = self.lr_at(0.0), self._grouped(parameters)
+        plain = len(groups) == 1 and len(groups[0]) == 1
+        optimizer = self.optimizer(groups[0]["params"] if plain else groups, lr=lr)
+        if not plain:
+            self.set_rate(optimizer, 0.0)
+        return optimizer
+
+    def set_rate(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
+        """The learning rate at `progress` (0 to 1) through the training."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr_at(progress) * group.get("lr_scale", 1.0)
+
+    def lr_at(self, progress: float) -> float:
+        return float(self.lr(self.block, progress)) if callable(self.lr) else float(self.lr)
+
+    def _grouped(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+        """Groups of parameters with equal options."""
+        groups: list[dict[str, Any]] = []
+        for name, parameter in parameters.items():
+            options: dict[str, Any] = {}
+            if self.weight_decay is not None:
+                options["weight_decay"] = self.weight_decay if parameter.ndim > 1 else 0.0
+            if self.groups is not None:
+                options |= self.groups(name, parameter) or {}
+            own = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == options), None)
+            if own is None:
+                groups.append({"params": [parameter], **options})
+            else:
+                own["params"].append(parameter)
+        return groups
