@@ -9,7 +9,7 @@ from .errors import AutobdError
 from .graph import Captured, capture
 from .planner import Assignment, Plan, plan
 from .program import simulate
-from .recipe import KL, MSE, CosineDistance, Recipe, RelativeL1, Schedule, Weighted
+from .recipe import KL, MSE, CosineDistance, Recipe, RelativeL1, Schedule, TargetLoss, Weighted
 from .report import Report, inspect
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ __all__ = [
     "Report",
     "Schedule",
     "Split",
+    "TargetLoss",
     "Weighted",
     "bench",
     "capture",

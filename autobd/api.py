@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import Split, split
 from .blocks.folding import Wanted
@@ -23,7 +23,6 @@ from .costs import Profile, analytic
 from .costs import profile as measured
 from .distilled import Distilled, Shared, received, tensors_of
 from .errors import InputError
-from .graph import Arguments, called_as
 from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .interrupts import interrupts_kept
@@ -34,7 +33,7 @@ from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
 from .recipe import Recipe
 from .runtime import statistics_note
-from .training import Batches, Moves, OwnRows, check_like, random_batches, train
+from .training import Batches, Moves, OwnRows, ToPair, check_like, random_batches, train
 
 _REFINED = 2  # times that a plan's own shares are measured, and planned by
 _MORE = 5.0  # seconds for that
@@ -56,6 +55,7 @@ def distill(
     batch_size: int | None = None,
     example: Any = None,
     inputs: Sequence[Callable[[Any], Any] | None] | None = None,
+    targets: Callable[[Any], Tensor] | None = None,
     own_rows: bool = False,
     blocks: int | None = None,
     cuts: Sequence[tuple[str, str]] | None = None,
@@ -76,8 +76,8 @@ def distill(
     Arguments:
         teacher, student: any two modules on one device.
         data: DataLoader, Dataset (of samples), tensor (rows are samples), or other iterable (of batches). A batch is a
-            tensor, `(inputs, targets)`, several inputs, or a dict of keyword arguments; targets are not used. None: a
-            smoke run on random inputs.
+            tensor, `(inputs, targets)`, several inputs, or a dict of keyword arguments. None: a smoke run on random
+            inputs.
         devices: one rank for each: "auto" (all GPUs; without one, the device that the models are on), a number of
             them, names such as `["cuda:0", "cuda:1"]` or `["cpu"] * 2`, or a group of ranks that is open
             (`ranks.open`), which may run several times.
@@ -94,6 +94,8 @@ def distill(
         batch_size: rows per batch, for a dataset or tensor.
         example: inputs to record the models with, at any batch size; default: the first batch.
         inputs: `(for_teacher, for_student)`, callables from a batch to that model's arguments (None: as it is).
+        targets: callable from a batch to its targets, where the recipe has a loss against them; default: what follows
+            the inputs, or the entry "labels" or the like of a dict.
         own_rows: each rank that reads inputs loads its own rows of a map-style dataset (by the same order; the dataset
             is sent to it), instead of rank 0 all of them. A dataset that draws random numbers then draws other ones.
         blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
@@ -117,7 +119,7 @@ def distill(
     recipe = recipe or Recipe()
     if epochs is not None:
         recipe = replace(recipe, epochs=epochs)
-    to_pair = _to_pair(teacher, student, inputs, example)
+    to_pair = ToPair.of(teacher, student, inputs, targets, example, recipe.target_loss is not None)
     home = next(student.parameters()).device
     as_asked = partial(
         split,
@@ -153,7 +155,8 @@ def distill(
                 warnings.warn(notes[-1], stacklevel=2)
             batches = OwnRows(data, batch_size, seed, to_pair) if own_rows else Batches(data, batch_size, seed)
             first = tuple(a.on(home) for a in to_pair(batches.first()))
-            recorded = first if example is None else tuple(a.on(home) for a in to_pair(example))
+            bare = replace(to_pair, wanted=False)
+            recorded = first if example is None else tuple(a.on(home) for a in bare(example))
             found = as_asked(recorded)
             recipe.frozen(name for name, _ in student.named_parameters())
             for block in range(len(found)):
@@ -165,7 +168,7 @@ def distill(
             notes += filter(None, [statistics_note(found, chosen)])
             if recipe.block_input != "teacher":
                 build(chosen, found, own_input=True)  # so that it does not fail on the way
-            program = build(chosen, found, own_input=recipe.own_input(0.0) > 0, own_rows=own_rows)
+            program = build(chosen, found, recipe.own_input(0.0) > 0, own_rows, to_pair.wanted)
             start = weights_from_teacher(found) if init == "teacher" else {}
             if init == "teacher":
                 count = len(tensors_of(student))
@@ -266,26 +269,3 @@ def _telling(group: Group) -> Iterator[None]:
         if isinstance(group, Joined) and not group.broken:
             group.share(error)
         raise
-
-
-def _to_pair(
-    teacher: nn.Module, student: nn.Module, inputs: Sequence[Callable[[Any], Any] | None] | None, example: Any
-) -> Callable[[Any], tuple[Arguments, Arguments]]:
-    """From a batch to both models' arguments."""
-    if inputs is not None and (not isinstance(inputs, Sequence) or len(inputs) != 2):
-        raise InputError(
-            "inputs= is not a pair.", given=repr(inputs), expected="(for_teacher, for_student), callables or None"
-        )
-    functions = inputs or (None, None)
-    teacher, student = called_as(teacher), called_as(student)  # no model is sent along with the function
-    positional = len(example) if isinstance(example, (tuple, list)) and inputs is None else None
-
-    def arguments(batch: Any, model: nn.Module, function: Callable[[Any], Any] | None) -> Arguments:
-        if function is not None:
-            return Arguments.of(function(batch), model)
-        return Arguments.from_batch(batch, model, positional)
-
-    def to_pair(batch: Any) -> tuple[Arguments, Arguments]:
-        return arguments(batch, teacher, functions[0]), arguments(batch, student, functions[1])
-
-    return to_pair

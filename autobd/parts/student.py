@@ -139,6 +139,7 @@ class Student:
         leave: Callable[[int, Tensor], Tensor],
         where: str,
         split: bool,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """Run the block and return its loss against `targets`, in single precision or more; keeps its output.
 
@@ -146,6 +147,7 @@ class Student:
             entering, given: the boundary as the student's block takes it, and its input tensors.
             leave: from an index and a tensor behind the block to what is compared.
             where, split: as for `evaluate`.
+            labels: the data's targets, for a block with a loss against them.
         """
         with autocast(self.like.device, self.recipe.precision):
             output = self._call(*entering, *given)
@@ -154,28 +156,31 @@ class Student:
         self.output = output
         outputs = [precise(leave(i, output[i])) for i in self.part.distilled]
         self.learns = not self.part.varies or any(t.requires_grad for t in outputs)
-        loss = self._judge(outputs, targets, where, split)
+        loss = self._judge(outputs, targets, where, split, labels)
         if loss.device.type != "cpu" or not loss.isfinite():
             self.range = _range((*entering, *given))
         return loss
 
-    def _judge(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool) -> Tensor:
-        """The loss of what the block learns; notes it, and the error relative to a student that outputs zeros.
-
-        Arguments: as `evaluate`.
-        """
+    def _judge(
+        self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool, labels: Tensor | None
+    ) -> Tensor:
+        """The loss of what the block learns; notes it, and the error relative to a student that outputs zeros."""
         assert self.normalisers is not None
         loss_of = self.recipe.loss
         normalisers = [n.to(t.dtype) for n, t in zip(self.normalisers, targets, strict=True)]
         compared = zip(outputs, targets, normalisers, strict=True)
         loss = _mean([evaluate(loss_of, s, t, where, split, n) for s, t, n in compared])
-        relative = noted = loss.detach()
+        relative = loss.detach()
+        of_targets = self.recipe.target_loss
+        if labels is not None and of_targets is not None:
+            against = of_targets(outputs[0], labels, where)
+            loss = against if of_targets.alone else loss + against
         with torch.no_grad():
             self.teacher_norm = self.teacher_norm + _mean([torch.linalg.vector_norm(t) for t in targets])
             if not (isinstance(loss_of, MSE) and loss_of.normalised):
                 compared = zip(outputs, targets, normalisers, strict=True)
                 relative = _mean([(s - t).square().mean() / n for s, t, n in compared])
-        self._losses.append((self.weight, noted, relative))
+        self._losses.append((self.weight, loss.detach(), relative))
         return loss
 
     def step(self) -> None:

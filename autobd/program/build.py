@@ -19,18 +19,19 @@ from .instruction import Edge, Instruction, Op
 from .program import Program
 
 
-def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = False) -> Program:
+def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = False, targets: bool = False) -> Program:
     """The program of a plan, checked.
 
     Arguments:
         own_input: give each student block the student's own boundary, detached, instead of the teacher's or mixed with
             it; it is relayed beside the teacher's.
         own_rows: every rank loads its own rows; rank 0 only tells the others which.
+        targets: the ranks of the last block are given the data's targets.
 
     Errors: PlanError for a plan that does not train every block once, or whose ranks would wait for each other.
     """
     plan.check(len(split))
-    edges, inputs = _edges(plan, split, own_input)
+    edges, inputs = _edges(plan, split, own_input, targets)
     together = [set(tie.blocks) for tie in split.ties if tie.together]
     for blocks in together:
         if not any(blocks <= set(a.blocks) for a in plan.assignments):
@@ -41,7 +42,7 @@ def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = Fa
                 do='put them in one, or split with ties="first"',
             )
     ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
-    batched = _batched(split.teacher), _batched(split.student)
+    batched = _batched(split.teacher), _batched(split.student), frozenset([0])
     program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched)
     check(program)
     return program
@@ -52,20 +53,21 @@ def _batched(captured: Captured) -> frozenset[int]:
     return frozenset(i for i, t in enumerate(example.tensors) if t.ndim and t.shape[0] == example.rows)
 
 
-Inputs = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+Inputs = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def _edges(plan: Plan, split: Split, own_input: bool) -> tuple[list[Edge], Inputs]:
-    """Every message of a step; and for each assignment the input tensors that it reads, the teacher's and the
-    student's."""
+def _edges(plan: Plan, split: Split, own_input: bool, targets: bool) -> tuple[list[Edge], Inputs]:
+    """Every message of a step; and for each assignment the input tensors that it reads, the teacher's, the student's
+    and the targets."""
     edges: list[Edge] = []
     inputs = []
     for number, a in enumerate(plan.assignments):
         before = plan.before(a)
         teacher = {i for b in plan.teacher_blocks(a) for i in split.pairs[b].teacher.inputs}
         student = {i for b in a.blocks for i in split.pairs[b].student.inputs}
-        inputs.append((tuple(sorted(teacher)), tuple(sorted(student))))
-        if teacher or student or before is None:
+        wanted = (0,) if targets and len(split) - 1 in a.blocks else ()
+        inputs.append((tuple(sorted(teacher)), tuple(sorted(student)), wanted))
+        if teacher or student or wanted or before is None:
             edges += [Edge(0, r, "inputs", number, slots=2 + _depth(plan, a)) for r in a.ranks if r != 0]
         if before is not None:
             edges += _hand_over(before, a, "teacher", number)

@@ -23,20 +23,26 @@ class Program:
         plan: what it was built from.
         edges: the messages of a step.
         inputs: for each assignment of the plan the indices of the teacher's and of the student's input tensors that it
-            reads.
+            reads, and of the targets.
         ranks: the instructions of each rank, in an order that respects their `after` edges.
         own_input: student blocks are given the student's own boundary, or a mixture of both.
         own_rows: every rank loads the rows that it reads itself; what rank 0 scatters is only which they are.
-        batched: indices of the teacher's and of the student's input tensors that have a row for each of the batch.
+        batched: indices of the teacher's and of the student's input tensors, and of the targets, that have a row for
+            each of the batch.
     """
 
     plan: Plan
     edges: tuple[Edge, ...]
-    inputs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    inputs: tuple[tuple[tuple[int, ...], ...], ...]
     ranks: tuple[tuple[Instruction, ...], ...]
     own_input: bool = False
     own_rows: bool = False
-    batched: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+    batched: tuple[frozenset[int], ...] = (frozenset(), frozenset(), frozenset())
+
+    @property
+    def targets(self) -> bool:
+        """Whether the last block is given the data's targets."""
+        return any(given[2] for given in self.inputs)
 
     def span(self, rank: int, batch: int) -> tuple[int, int]:
         """First and one-past-last of the rows that `rank` loads of a batch, with `own_rows`. Rank 0 loads the first row

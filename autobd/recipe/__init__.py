@@ -4,5 +4,6 @@ from .block_recipe import BlockRecipe
 from .losses import KL, MSE, CosineDistance, RelativeL1, Weighted
 from .recipe import Recipe
 from .schedule import Schedule
+from .target_loss import TargetLoss
 
-__all__ = ["KL", "MSE", "BlockRecipe", "CosineDistance", "Recipe", "RelativeL1", "Schedule", "Weighted"]
+__all__ = ["KL", "MSE", "BlockRecipe", "CosineDistance", "Recipe", "RelativeL1", "Schedule", "TargetLoss", "Weighted"]

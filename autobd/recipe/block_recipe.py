@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .losses import Loss
+from .target_loss import TargetLoss
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 LearningRate = float | Callable[[int, float], float]
@@ -20,7 +21,7 @@ Precision = Literal["bf16", "fp16"] | None
 
 @dataclass(frozen=True)
 class BlockRecipe:
-    """The fields that `Recipe` marks with *, for block number `block`."""
+    """The fields that `Recipe` marks with *, for block number `block`; `target_loss` of the last one."""
 
     block: int
     loss: Loss
@@ -35,6 +36,7 @@ class BlockRecipe:
     compile: bool
     recompute: bool
     ema: float | None
+    target_loss: TargetLoss | None = None
 
     def make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
         """For parameters by name; None for a block with nothing to train."""

@@ -13,6 +13,7 @@ import torch
 from ..errors import InputError, nearest
 from .block_recipe import BlockRecipe, Groups, LearningRate, NonFinite, OptimizerFactory, Precision
 from .losses import KL, MSE, Loss
+from .target_loss import TargetLoss
 
 _CALLED = ("loss", "optimizer", "lr", "groups")  # fields whose values are callables themselves
 _BY_BLOCK = (
@@ -53,6 +54,8 @@ class Recipe:
         ema*: decay of an exponential moving average of the block's weights, which the student gets in their place.
         freeze: parts of the student that are not trained: patterns of parameter names ("stem.*", as in a shell; the
             path of a module stands for all in it), or a callable from a name to whether.
+        target_loss: a loss of the last block against the data's targets, beside the teacher's output: "ce", or a
+            `TargetLoss`.
         epochs: passes over the data.
         steps: stop after so many steps, whatever `epochs` says.
         logits: whether the distilled output is a classifier's logits; None: known classifiers only.
@@ -78,6 +81,7 @@ class Recipe:
     recompute: bool | Mapping[int, bool] | Callable[[int], bool] = False
     ema: float | Mapping[int, float] | Callable[[int], float | None] | None = None
     freeze: Sequence[str] | Callable[[str], bool] = ()
+    target_loss: TargetLoss | Literal["ce"] | None = None
     epochs: int = 1
     steps: int | None = None
     logits: bool | None = None
@@ -103,6 +107,14 @@ class Recipe:
                     _check(name, value)
             elif name in _CALLED or not callable(given):
                 _check(name, given)
+        if self.target_loss == "ce":
+            object.__setattr__(self, "target_loss", TargetLoss())
+        if self.target_loss is not None and not isinstance(self.target_loss, TargetLoss):
+            raise InputError(
+                "Recipe.target_loss is no loss against targets.",
+                given=repr(self.target_loss),
+                expected='"ce" or TargetLoss(...)',
+            )
         if isinstance(self.freeze, str):
             raise InputError(
                 "Recipe.freeze is one text.", given=repr(self.freeze), expected="a list of patterns, or a callable"
@@ -117,7 +129,8 @@ class Recipe:
         is_logits = self.logits if self.logits is not None else logits
         if chosen["loss"] is None:
             chosen["loss"] = KL(self.temperature) if is_logits and block == blocks - 1 else MSE()
-        return BlockRecipe(block, **chosen)
+        against = self.target_loss if isinstance(self.target_loss, TargetLoss) and block == blocks - 1 else None
+        return BlockRecipe(block, **chosen, target_loss=against)
 
     def own_input(self, progress: float) -> float:
         """How much of a block's input is the student's own at `progress` (0 to 1) through the training. Errors:

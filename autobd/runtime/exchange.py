@@ -23,11 +23,12 @@ Boundary = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The rows of the input tensors that an assignment reads, by index: the teacher's and the student's. Both None if
-    the batch has too few rows for this share."""
+    """The rows of the input tensors that an assignment reads, by index: the teacher's and the student's, and of the
+    targets. All None if the batch has too few rows for this share."""
 
     teacher: Mapping[int, Tensor] | None
     student: Mapping[int, Tensor] | None
+    targets: Tensor | None = None
 
 
 class Exchange:
@@ -54,7 +55,7 @@ class Exchange:
         a = self.program.plan.assignments[assignment]
         return intervals(a.rows, self.header.batch)[a.ranks.index(rank)]
 
-    def scatter(self, assignment: int, edges: tuple[int, ...], batch: tuple[Arguments, Arguments]) -> None:
+    def scatter(self, assignment: int, edges: tuple[int, ...], batch: Sequence[Arguments]) -> None:
         """Send each rank of the assignment its rows of the inputs."""
         for edge in edges:
             first, last = self.rows(assignment, self.program.edges[edge].target)
@@ -70,7 +71,7 @@ class Exchange:
     def load(self, assignment: int, edges: tuple[int, ...], batch: Any) -> Inputs:
         """This rank's rows of the inputs, on its device: of the batch that it has read, or as another rank sends
         them."""
-        teacher, student = self.program.inputs[assignment]
+        teacher, student, targets = self.program.inputs[assignment]
         if edges:
             header, tensors = self.links.take(edges[0])
             self.begin(header)
@@ -87,7 +88,8 @@ class Exchange:
                 return Inputs(None, None)
             given = [t.to(self.device) for t in self._taken(assignment, batch, first, last)]
         mine = dict(zip(teacher, given[: len(teacher)], strict=True))
-        return Inputs(mine, dict(zip(student, given[len(teacher) :], strict=True)))
+        own = dict(zip(student, given[len(teacher) : len(teacher) + len(student)], strict=True))
+        return Inputs(mine, own, given[-1] if targets else None)
 
     def receive(self, block: int, edges: tuple[int, ...]) -> Boundary | None:
         """The teacher's boundary after `block`, of this rank's rows; None if there are none."""
@@ -122,8 +124,8 @@ class Exchange:
 
     relay_student = relay
 
-    def _taken(self, assignment: int, batch: tuple[Arguments, Arguments], first: int, last: int) -> list[Tensor]:
-        """Rows of the inputs that an assignment reads, the teacher's before the student's."""
+    def _taken(self, assignment: int, batch: Sequence[Arguments], first: int, last: int) -> list[Tensor]:
+        """Rows of the inputs that an assignment reads: the teacher's, the student's, the targets."""
         read = self.program.span(self.number, self.header.batch) if self.program.own_rows else (0, self.header.batch)
         sliced: dict[int, Tensor] = {}
         taken = []

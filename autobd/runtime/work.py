@@ -85,7 +85,9 @@ class Work(Exchange):
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in student.part.inputs]
             leave, where = partial(self.maps.leave, block), self._where(block)
             split = a.replicated or a.microbatches > 1
-            loss = student.forward(self._entering(block, boundary, own_boundary), given, targets, leave, where, split)
+            labels = inputs.targets if inputs is not None and student.recipe.target_loss is not None else None
+            entering = self._entering(block, boundary, own_boundary)
+            loss = student.forward(entering, given, targets, leave, where, split, labels)
         if self.program.own_input:
             student.keep()
         return loss
@@ -171,7 +173,8 @@ class Work(Exchange):
 
         if inputs is not None and inputs.student is not None:
             batched = self.program.batched[1]
-            inputs = Inputs(None, {i: rows(t) if i in batched else t for i, t in inputs.student.items()})
+            given = {i: rows(t) if i in batched else t for i, t in inputs.student.items()}
+            inputs = Inputs(None, given, None if inputs.targets is None else rows(inputs.targets))
         before, mine = (None if b is None else tuple(map(rows, b)) for b in (boundary, own_boundary))
         return inputs, before, tuple(map(rows, target)), mine
 

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from ..blocks import Split
 from ..errors import InputError
-from ..graph import Arguments
 from ..graph.state import copied, module_tensors, untouched
 from ..parts import BlockState, Part, parts_of
 from ..parts.channels import Place, between, plain_weights
@@ -32,6 +31,7 @@ from .data import Batches
 from .history import History
 from .jobs import Job, blocks_run, by_name, follow, jobs
 from .own_rows import OwnRows
+from .pair import Pair
 from .sizes import Sizes, check_like
 
 _END = object()
@@ -47,7 +47,6 @@ class Trained:
     maps: dict[Place, Tensor]
 
 
-ToPair = Callable[[Any], tuple[Arguments, Arguments]]
 Replan = Callable[[Program, Trace], Program | None]
 
 
@@ -56,7 +55,7 @@ def train(
     program: Program,
     recipe: Recipe,
     batches: Batches,
-    to_pair: ToPair,
+    to_pair: Callable[[Any], Pair],
     seed: int,
     progress: bool,
     group: Group,
@@ -70,7 +69,7 @@ def train(
     Ctrl-C leaves it as it was at the last one.
 
     Arguments:
-        to_pair: from a batch to the teacher's and the student's arguments.
+        to_pair: from a batch to the teacher's and the student's arguments, and the targets.
         progress: show a progress bar with the relative loss of each block.
         teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         start: values that tensors of the student begin with, by key.
@@ -136,7 +135,7 @@ class Loop:
         program: Program,
         recipe: Recipe,
         batches: Batches,
-        to_pair: ToPair,
+        to_pair: Callable[[Any], Pair],
         bar: Any,
         replan: Replan | None,
         start: Mapping[str, Tensor],
@@ -170,7 +169,8 @@ class Loop:
                 own = recipe.own_input(now)
                 if own > 0 and not self.program.own_input:
                     self._held.append(batch)
-                    self.moves_to = build(self.program.plan, self.split, True, self.program.own_rows)
+                    old = self.program
+                    self.moves_to = build(old.plan, self.split, True, old.own_rows, old.targets)
                     break
                 pair = self.to_pair(batch)
                 check_like(pair, self.split)

@@ -30,7 +30,7 @@ class Moves:
             found = replan(program.plan, self.profile, trace.work, self._strategy)
             if found is None:
                 return None
-            new = build(found.plan, self._split, program.own_input, program.own_rows)
+            new = build(found.plan, self._split, program.own_input, program.own_rows, program.targets)
         except PlanError:  # by the measured times nothing fits, or ranks would wait for each other: what runs goes on
             return None
         self.profile = found.profile

@@ -9,12 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import InputError
-from ..graph import Arguments
 from ..program import Program
 from .data import Batches
+from .pair import Pair
 
-Pair = tuple[Arguments, Arguments]
-ToPair = Callable[[Any], Pair]
 Order = list[list[Any]]  # the dataset's indices, batch by batch
 
 
@@ -23,13 +21,12 @@ class Reader:
     """How a rank reads rows: what is sent to it.
 
     Attributes:
-        dataset: map-style; `options`: of a DataLoader, beside the order; `to_pair`: from a batch to both models'
-            arguments.
+        dataset: map-style; `options`: of a DataLoader, beside the order; `to_pair`: from a batch to what it gives.
     """
 
     dataset: Dataset[Any]
     options: dict[str, Any]
-    to_pair: ToPair
+    to_pair: Callable[[Any], Pair]
 
     def read(self, order: Iterable[Sequence[Any]]) -> Iterator[Any]:
         """The batches of these indices; those without any are left out."""
@@ -42,7 +39,7 @@ class OwnRows(Batches):
     Errors: InputError for data that is not a map-style dataset in batches.
     """
 
-    def __init__(self, data: Any, batch_size: int | None, seed: int, to_pair: ToPair) -> None:
+    def __init__(self, data: Any, batch_size: int | None, seed: int, to_pair: Callable[[Any], Pair]) -> None:
         super().__init__(data, batch_size, seed)
         loader = self.data
         if (

@@ -47,7 +47,7 @@ class Sizes:
     def _key(self, pair: Sequence[Arguments]) -> tuple[torch.Size, ...]:
         return tuple(
             t.shape[1:] if i in batched else t.shape
-            for arguments, batched in zip(pair, self._batched, strict=True)
+            for arguments, batched in zip(pair[:2], self._batched[:2], strict=True)
             for i, t in enumerate(arguments.tensors)
         )
 
@@ -57,7 +57,7 @@ def check_like(pair: Sequence[Arguments], split: Split) -> None:
 
     Errors: InputError for the teacher's and the student's arguments if they differ from those.
     """
-    for whose, given, captured in zip(("teacher", "student"), pair, (split.teacher, split.student), strict=True):
+    for whose, given, captured in zip(("teacher", "student"), pair[:2], (split.teacher, split.student), strict=True):
         example, rows, batch = captured.example, captured.example.rows, given.rows
         same = (
             given.names_equal(example)

@@ -19,9 +19,8 @@ from autobd import ranks
 from autobd.cluster import Cluster
 from autobd.costs import Profile
 from autobd.errors import PlanError, SplitError
-from autobd.graph import Arguments
 from autobd.program import build
-from autobd.training import Batches, train
+from autobd.training import Batches, ToPair, train
 
 NAMES = "012"
 CUTS = [(n, n) for n in NAMES[:-1]]
@@ -170,7 +169,7 @@ def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
     except (PlanError, SplitError):
         assume(False)
     moves = iter(programs[1:])
-    arguments = lambda batch: (Arguments.from_batch(batch, teacher), Arguments.from_batch(batch, student))  # noqa: E731
+    arguments = ToPair.of(teacher, student, None, None, None, False)
     result = train(
         found, programs[0], recipe, Batches(given_batches, None, 3), arguments, 3, False, group,
         verification.teacher_writes, {}, lambda program, trace: next(moves),
