@@ -11,6 +11,7 @@ from .planner import Assignment, Plan, plan
 from .program import simulate
 from .recipe import KL, MSE, CosineDistance, Recipe, RelativeL1, Schedule, TargetLoss, Weighted
 from .report import Report, inspect
+from .training import Validation, accuracy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +31,9 @@ __all__ = [
     "Schedule",
     "Split",
     "TargetLoss",
+    "Validation",
     "Weighted",
+    "accuracy",
     "bench",
     "capture",
     "distill",

@@ -33,10 +33,11 @@ from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
 from .recipe import Recipe
 from .runtime import statistics_note
-from .training import Batches, Moves, OwnRows, ToPair, check_like, random_batches, train
+from .training import Batches, Moves, OwnRows, Task, ToPair, Validation, check_like, random_batches, train
 
 _REFINED = 2  # times that a plan's own shares are measured, and planned by
 _MORE = 5.0  # seconds for that
+_RECALIBRATION = 50  # batches
 
 
 def distill(
@@ -57,6 +58,8 @@ def distill(
     inputs: Sequence[Callable[[Any], Any] | None] | None = None,
     targets: Callable[[Any], Tensor] | None = None,
     own_rows: bool = False,
+    validate: Any = None,
+    recalibrate: bool | int = False,
     blocks: int | None = None,
     cuts: Sequence[tuple[str, str]] | None = None,
     adapters: Wanted = "auto",
@@ -98,6 +101,11 @@ def distill(
             the inputs, or the entry "labels" or the like of a dict.
         own_rows: each rank that reads inputs loads its own rows of a map-style dataset (by the same order; the dataset
             is sent to it), instead of rank 0 all of them. A dataset that draws random numbers then draws other ones.
+        validate: data to judge the assembled student with at epoch ends, and the teacher once, through the ranks that
+            hold their blocks: a loader, dataset or list of batches (accuracy of a classifier), or a `Validation` with
+            metrics of one's own. `result.history.scores` has what came out.
+        recalibrate: in the end, let the assembled student's batch norms take their running statistics from its own
+            activations on so many batches of `data` (True: 50).
         blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
         init: "teacher" starts the student from the teacher's weights where shapes allow.
         seed: of dropout and of the order of a dataset or tensor. The caller's random state is left alone.
@@ -169,6 +177,7 @@ def distill(
             if recipe.block_input != "teacher":
                 build(chosen, found, own_input=True)  # so that it does not fail on the way
             program = build(chosen, found, recipe.own_input(0.0) > 0, own_rows, to_pair.wanted)
+            logits = recipe.logits if recipe.logits is not None else found.logits
             start = weights_from_teacher(found) if init == "teacher" else {}
             if init == "teacher":
                 count = len(tensors_of(student))
@@ -176,19 +185,19 @@ def distill(
             moves = Moves(found, costs, chosen.strategy if isinstance(strategy, Plan) else strategy)
             # Modules kept whole may have state of their own, which stays where it is.
             may_move = replan and group.size > 1 and isinstance(strategy, str) and not found.student.opaque
-            trained = train(
+            task = Task(
                 found,
-                program,
                 recipe,
                 batches,
                 to_pair,
                 seed,
-                progress,
-                group,
                 verification.teacher_writes,
                 start,
                 moves.look if may_move else None,
+                None if validate is None else Validation.of(validate, bool(logits)),
+                _RECALIBRATION if recalibrate is True else int(recalibrate),
             )
+            trained = train(task, program, group, progress)
         done = Distilled(
             student,
             trained.history,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from ..blocks import Split
 from ..errors import PlanError
-from ..graph import Captured
 from ..planner import Assignment, Plan
 from ..planner.plan import overlapping
 from .check import check
@@ -42,15 +41,16 @@ def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = Fa
                 do='put them in one, or split with ties="first"',
             )
     ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
-    batched = _batched(split.teacher), _batched(split.student), frozenset([0])
-    program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched)
+    program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched(split))
     check(program)
     return program
 
 
-def _batched(captured: Captured) -> frozenset[int]:
-    example = captured.example
-    return frozenset(i for i, t in enumerate(example.tensors) if t.ndim and t.shape[0] == example.rows)
+def batched(split: Split) -> tuple[frozenset[int], ...]:
+    """See `Program.batched`."""
+    examples = [captured.example for captured in (split.teacher, split.student)]
+    own = [frozenset(i for i, t in enumerate(e.tensors) if t.ndim and t.shape[0] == e.rows) for e in examples]
+    return (*own, frozenset([0]))
 
 
 Inputs = tuple[tuple[tuple[int, ...], ...], ...]
@@ -70,14 +70,15 @@ def _edges(plan: Plan, split: Split, own_input: bool, targets: bool) -> tuple[li
         if teacher or student or wanted or before is None:
             edges += [Edge(0, r, "inputs", number, slots=2 + _depth(plan, a)) for r in a.ranks if r != 0]
         if before is not None:
-            edges += _hand_over(before, a, "teacher", number)
+            edges += hand_over(before, a, "teacher", number)
         own = plan.student_before(a) if own_input else None
         if own is not None and (own.ranks, own.rows) != (a.ranks, a.rows):
-            edges += _hand_over(own, a, "student", number)
+            edges += hand_over(own, a, "student", number)
     return edges, tuple(inputs)
 
 
-def _hand_over(source: Assignment, target: Assignment, kind: str, number: int) -> list[Edge]:
+def hand_over(source: Assignment, target: Assignment, kind: str, number: int) -> list[Edge]:
+    """The messages that bring the boundary of one assignment to the next one, which is assignment `number`."""
     return [
         Edge(source.ranks[i], target.ranks[j], kind, number, source.blocks[-1])
         for i, j in overlapping(source.rows, target.rows)

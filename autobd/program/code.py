@@ -48,6 +48,10 @@ def _reads(instruction: Instruction, own_input: bool, loaded: bool) -> list[str]
         case Op.STUDENT_FORWARD:
             own = [_boundary("s", block - 1)] if own_input else []
             return [inputs, _boundary("x", block - 1), _boundary("x", block), *own]
+        case Op.EVALUATE:
+            return [inputs, _boundary("s", block - 1)]
+        case Op.OUTPUT:
+            return [_boundary("s" if own_input else "x", block)]
         case Op.RELAY:
             return [_boundary("x", block)]
         case Op.RELAY_STUDENT:
@@ -64,7 +68,7 @@ def _writes(instruction: Instruction) -> str | None:
             return f"inputs{instruction.assignment}"
         case Op.TEACHER_FORWARD | Op.RECEIVE:
             return f"x{instruction.block}"
-        case Op.STUDENT_BOUNDARY | Op.RECEIVE_STUDENT:
+        case Op.STUDENT_BOUNDARY | Op.RECEIVE_STUDENT | Op.EVALUATE:
             return f"s{instruction.block}"
         case Op.STUDENT_FORWARD:
             return f"loss{instruction.block}"

@@ -22,6 +22,8 @@ class Op(Enum):
     ALL_REDUCE = "all_reduce"
     BARRIER = "barrier"
     UPDATE = "update"
+    EVALUATE = "evaluate"  # a student block as it will be used
+    OUTPUT = "output"  # of the whole model, to the rank that calls
 
 
 SENDS = (Op.SCATTER, Op.RELAY, Op.RELAY_STUDENT)

@@ -37,12 +37,21 @@ class Exchange:
     Arguments:
         number: which rank; `program`: what all of them do; `peers`: the way to the other ranks.
         parts: the block pairs that this rank runs.
+        first, talks: as for `Links`.
     """
 
-    def __init__(self, number: int, program: Program, parts: dict[int, Part], peers: Peers) -> None:
+    def __init__(
+        self,
+        number: int,
+        program: Program,
+        parts: dict[int, Part],
+        peers: Peers,
+        first: int = 0,
+        talks: bool = True,
+    ) -> None:
         self.number, self.program, self.parts, self.peers = number, program, parts, peers
         self.device = peers.device
-        self.links = Links(program, number, peers)
+        self.links = Links(program, number, peers, first, talks)
         self.header = Header()
         self.assignment = {b: n for n, a in enumerate(program.plan.assignments) for b in a.blocks}
 

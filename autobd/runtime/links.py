@@ -13,27 +13,33 @@ from ..ranks import Header, Peers, Receiver, Sender
 
 class Links:
     """Both kinds of ends of the edges that touch a rank, opened for one run; beside the program's, an edge from every
-    other rank to rank 0 for results, and one back for news: blocks for other sizes, and weights trained elsewhere."""
+    other rank to rank 0 for results, and one back for news: blocks for other sizes, and weights trained elsewhere.
 
-    def __init__(self, program: Program, rank: int, peers: Peers) -> None:
+    Arguments:
+        first: the number of the first edge, where other programs of the run have edges of their own.
+        talks: whether there are edges for results and news.
+    """
+
+    def __init__(self, program: Program, rank: int, peers: Peers, first: int = 0, talks: bool = True) -> None:
         edges, busy = program.edges, [r for r, instructions in enumerate(program.ranks) if instructions]
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         for i, edge in enumerate(edges):
             if edge.source == rank:
-                self.senders[i] = peers.sender(edge.target, i, edge.slots, _carries(edge))
+                self.senders[i] = peers.sender(edge.target, first + i, edge.slots, _carries(edge))
             if edge.target == rank:
-                self.receivers[i] = peers.receiver(edge.source, i, _carries(edge))
+                self.receivers[i] = peers.receiver(edge.source, first + i, _carries(edge))
         self.results: dict[int, Receiver] = {}
         self.announce: dict[int, Sender] = {}
         self.report: Sender | None = None
         self.news: Receiver | None = None
-        back, down = len(edges), len(edges) + peers.size
-        if rank == 0:
+        back, down = first + len(edges), first + len(edges) + peers.size
+        self.end = down + peers.size  # number of the next edge that others may open
+        if rank == 0 and talks:
             others = [r for r in busy if r != 0]
             self.results = {r: peers.receiver(r, back + r, "losses and weights", keep=True) for r in others}
             self.announce = {r: peers.sender(r, down + r, 2, "news") for r in others}
-        else:
+        elif talks:
             self.report = peers.sender(0, back + rank, 2, "losses and weights", keep=True)
             self.news = peers.receiver(0, down + rank, "news")
         taken = [e for i in program.ranks[rank] for e in i.edges if e in self.receivers]

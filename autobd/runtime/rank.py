@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ..blocks.verify import set_mode
-from ..errors import AutobdError, RankError
 from ..parts.channels import ChannelMaps
 from ..parts.form import Form
 from ..parts.part import Part, StudentPart, held_bytes, on_device
 from ..parts.student import BlockState, ShareLosses, Student
 from ..program import Op, Program
-from ..ranks import Header, Lost, Peers
+from ..ranks import Header, Peers
 from ..ranks.memory import Peak
 from .reduce import AllReduce, GradientSum
 from .trace import Tape
@@ -63,7 +62,7 @@ class Rank(Work):
         }
         gated = [r for r, own in enumerate(program.ranks) if any(i.op is Op.BARRIER for i in own)]
         self.gate = peers.reducer(gated) if number in gated and len(gated) > 1 else None
-        self._forms = {0: self.parts}
+        self._forms, self._sizes = {0: self.parts}, 0
         self.at: int | None = None
         self._tape = Tape(len(program.ranks[number]), self.device)
 
@@ -71,13 +70,19 @@ class Rank(Work):
 
     def begin(self, header: Header) -> None:
         """Start a step: its number, the batch's rows and sizes, and every block's learning rate."""
-        if header.sizes != self.header.sizes:
-            self.parts = self._forms[header.sizes]
-            for block, student in self.students.items():
-                student.take(self.parts[block])
+        self.resize(header.sizes)
         super().begin(header)
         for student in self.students.values():
             student.learner.set_rate(header.progress)
+
+    def resize(self, sizes: int) -> bool:
+        """Go over to the blocks for inputs' sizes of this number; returns whether these are others."""
+        if sizes == self._sizes:
+            return False
+        self._sizes, self.parts = sizes, self._forms[sizes]
+        for block, student in self.students.items():
+            student.take(self.parts[block])
+        return True
 
     def knows(self, sizes: int) -> bool:
         """Whether the rank has blocks for the inputs' sizes of this number."""
@@ -89,16 +94,9 @@ class Rank(Work):
         _set_modes(self._forms[sizes])
 
     def run(self, step: Any, batch: Any) -> None:
-        """Run the generated function. Errors: AutobdError as it is; others as RankError that names block and step."""
+        """Run the generated function. Errors: as for `Work.perform`."""
         torch.clear_autocast_cache()  # weights as they were cast before the last update
-        try:
-            step(self._tape.timed(self), batch)
-        except (AutobdError, Lost):
-            raise
-        except Exception as error:
-            raise RankError(
-                f"{self._where(self.at)}: {type(error).__name__}: {error}", do="see the error above for where it began"
-            ) from error
+        self.perform(step, self._tape.timed(self), batch)
 
     def finish_step(self) -> dict[int, ShareLosses]:
         """The step's losses of the rank's own blocks. Errors: NonFiniteError naming rank, block, step, and whether the

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import LossError
+from ..errors import AutobdError, LossError, RankError
 from ..parts.channels import ChannelMaps
 from ..parts.randomness import keyed, student_seed
 from ..parts.student import Student
 from ..planner.plan import intervals
+from ..ranks import Lost
 from ..recipe.losses import mean_square, precise
 from .exchange import Boundary, Exchange, Inputs, as_sent
 from .reduce import AllReduce, GradientSum
@@ -35,6 +37,18 @@ class Work(Exchange):
     reducers: dict[int, AllReduce]
     gate: AllReduce | None
     at: int | None
+
+    def perform(self, step: Any, rank: Any, batch: Any) -> None:
+        """Run a generated function on `rank`, which stands for this one. Errors: AutobdError as it is; others as
+        RankError that names block and step."""
+        try:
+            step(rank, batch)
+        except (AutobdError, Lost):
+            raise
+        except Exception as error:
+            raise RankError(
+                f"{self._where(self.at)}: {type(error).__name__}: {error}", do="see the error above for where it began"
+            ) from error
 
     def teacher_forward(self, block: int, inputs: Inputs | None, boundary: Boundary | None) -> Boundary | None:
         """The tensors that cross the cut behind the teacher's block."""

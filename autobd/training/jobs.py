@@ -16,6 +16,7 @@ from ..program import Program
 from ..ranks import EPOCH, STEP, Header, Peers, Sender
 from ..ranks.pickling import loads
 from ..runtime import Rank
+from .judge import PHASES, evaluations, serve
 from .own_rows import Reader, RowsOf
 
 _REPORT_EVERY = 0.05  # seconds
@@ -30,6 +31,7 @@ class Job:
         refreshed: ranks that hold copies of weights that another rank trains.
         reader: how the rank reads its own rows, with `Program.own_rows`.
         states: what its blocks go on from, if they have been trained before.
+        evaluations: programs that run whole models between two steps of training, by name.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Job:
     refreshed: tuple[int, ...]
     reader: Reader | None = None
     states: Mapping[int, BlockState] = field(default_factory=dict)
+    evaluations: Mapping[str, Program] = field(default_factory=dict)
 
     def start(self, peers: Peers) -> Rank:
         return Rank(self.rank, self.program, self.parts, self.seed, peers, self.states)
@@ -56,6 +59,7 @@ def jobs(
     seed: int,
     reader: Reader | None = None,
     states: Mapping[int, BlockState] | None = None,
+    evaluations: Mapping[str, Program] | None = None,
 ) -> dict[int, Job]:
     """The job of every rank that has something to do, and of rank 0."""
     plan = program.plan
@@ -66,7 +70,7 @@ def jobs(
         trained = {b for a in plan.assignments if rank in a.ranks for b in a.blocks}
         own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in blocks_run(plan, rank)}
         known = {b: state for b, state in (states or {}).items() if b in trained}
-        found[rank] = Job(rank, program, own, seed, (), reader, known)
+        found[rank] = Job(rank, program, own, seed, (), reader, known, evaluations or {})
     refreshed = tuple(r for r, job in found.items() if any(p.student and p.student.stale for p in job.parts.values()))
     return {r: replace(job, refreshed=refreshed) for r, job in found.items()}
 
@@ -77,7 +81,7 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
     Returns: what its blocks go on from, if rank 0 asks for that.
     """
     rank, step = job.start(peers), job.program.compile(job.rank)
-    links = rank.links
+    links, by_model = rank.links, evaluations(rank, job.evaluations)
     assert links.report is not None
     assert links.news is not None
     losses = LossSender(links.report)
@@ -103,7 +107,13 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
         links.report.send(coming, [rank.times(), *by_name(rank.trained())])
         if job.rank in job.refreshed:
             rank.refresh(named(links.news.take()[1]))
+        while by_model and (phase := PHASES[int(links.news.take()[1][0])]) != "done":
+            serve(rank, by_model, phase)
+            if phase == "recalibrate":
+                links.report.send(coming, [rank.times(), *by_name(rank.trained())])
     links.report.send(coming)
+    for evaluation in by_model.values():
+        evaluation.stop(coming.step)
     states = rank.states() if links.news.take()[1] else {}
     links.join()
     return states

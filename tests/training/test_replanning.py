@@ -20,7 +20,7 @@ from autobd.cluster import Cluster
 from autobd.costs import Profile
 from autobd.errors import PlanError, SplitError
 from autobd.program import build
-from autobd.training import Batches, ToPair, train
+from autobd.training import Batches, Task, ToPair, train
 
 NAMES = "012"
 CUTS = [(n, n) for n in NAMES[:-1]]
@@ -171,8 +171,11 @@ def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
     moves = iter(programs[1:])
     arguments = ToPair.of(teacher, student, None, None, None, False)
     result = train(
-        found, programs[0], recipe, Batches(given_batches, None, 3), arguments, 3, False, group,
-        verification.teacher_writes, {}, lambda program, trace: next(moves),
+        Task(
+            found, recipe, Batches(given_batches, None, 3), arguments, 3, verification.teacher_writes,
+            replan=lambda program, trace: next(moves),
+        ),
+        programs[0], group,
     )  # fmt: skip
     serial = Serial(teacher, mine, adapters_of(found), todo[0], recipe, own_input, False, 3)
     losses = serial.train(given_batches, 3)

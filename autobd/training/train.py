@@ -1,0 +1,107 @@
+"""`train(task, program, group)`: from one program to the next, until the training is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..errors import InputError
+from ..graph.state import copied, module_tensors, untouched
+from ..parts import BlockState, Part, parts_of
+from ..parts.channels import Place
+from ..planner import Plan
+from ..program import Program, Trace, evaluation
+from ..ranks import Group
+from .history import History
+from .jobs import follow, jobs
+from .loop import Loop, copy_all
+from .own_rows import OwnRows
+from .task import Task
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How it went: losses; the program that ran last, and when every rank did what; trained channel maps."""
+
+    history: History
+    program: Program
+    trace: Trace
+    maps: dict[Place, Tensor]
+
+
+def train(task: Task, program: Program, group: Group, progress: bool = False) -> Trained:
+    """Train the student of `task.split` in place, on the ranks of `group`.
+
+    The work is done on copies: the user's student changes at the end of each epoch and at no other time, so an error or
+    Ctrl-C leaves it as it was at the last one.
+
+    Arguments:
+        progress: show a progress bar with the relative loss of each block.
+
+    Errors: LossError and InputError as they occur, RankError for a rank that failed; they name the block and step.
+    """
+    recipe, batches = task.recipe, task.batches
+    reader = batches.reader if isinstance(batches, OwnRows) else None
+    parts = _parts(task, program.plan, task.start)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        teacher = task.split.teacher.model
+        tensors = dict(module_tensors(teacher).values())
+        stack.enter_context(untouched(teacher, tensors=[tensors[path] for path in task.teacher_writes]))
+        teacher.eval()
+        total = recipe.steps or (batches.length * recipe.epochs if batches.length else None)
+        if total is None and recipe.epochs == 1 and recipe.block_input == "teacher-then-student":
+            raise InputError(
+                "The middle of the training is not known.",
+                given="data without a length, one epoch",
+                expected="a number of steps, for block_input='teacher-then-student'",
+                do="pass Recipe(steps=...), or data with a length",
+            )
+        bar = stack.enter_context(
+            tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
+        )
+        loop = Loop(task, program, bar)
+        states: dict[int, BlockState] = {}
+        while True:
+            given = jobs(loop.program, parts, task.seed, reader, states, _evaluations(task, loop.program.plan))
+            parts, states = [], {}
+            own, found = given.pop(0), dict[int, dict[int, BlockState]]()
+            states = group.run(
+                partial(loop.run, own),
+                {rank: partial(follow, given.pop(rank)) for rank in list(given)},
+                loop.what,
+                found,
+            )
+            if loop.moves_to is None:
+                break
+            for of_rank in found.values():
+                states |= of_rank
+            parts = _parts(task, loop.moves_to.plan, {**task.start, **loop.values})
+            loop.program = loop.moves_to
+    assert loop.trace is not None
+    return Trained(loop.history, loop.program, loop.trace, loop.maps)
+
+
+def _parts(task: Task, plan: Plan, start: Mapping[str, Tensor]) -> list[Part]:
+    student = copied(task.split.student.model)
+    tensors = (*student.named_parameters(), *student.named_buffers())
+    copy_all([(tensor, start[name]) for name, tensor in tensors if name in start])
+    student.train()
+    recomputed = [b for a in plan.assignments if a.recompute for b in a.blocks]
+    return parts_of(task.split, student, task.recipe, recomputed)
+
+
+def _evaluations(task: Task, plan: Plan) -> dict[str, Program]:
+    """Programs that run whole models, by name."""
+    found = {}
+    if task.validation is not None or task.recalibrate:
+        found["student"] = evaluation(plan, task.split, "student")
+    if task.validation is not None:
+        found["teacher"] = evaluation(plan, task.split, "teacher")
+    return found
