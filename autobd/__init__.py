@@ -9,9 +9,9 @@ from .errors import AutobdError
 from .graph import Captured, capture
 from .planner import Assignment, Plan, plan
 from .program import simulate
-from .recipe import KL, MSE, CosineDistance, Recipe, RelativeL1, Schedule, TargetLoss, Weighted
+from .recipe import KL, MSE, CosineDistance, Finish, Recipe, RelativeL1, Schedule, TargetLoss, Weighted
 from .report import Report, inspect
-from .training import Validation, accuracy
+from .training import Callback, Run, TensorBoard, Validation, accuracy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,17 +20,21 @@ __all__ = [
     "Assignment",
     "AutobdError",
     "Bench",
+    "Callback",
     "Captured",
     "CosineDistance",
     "Distilled",
+    "Finish",
     "Plan",
     "Profile",
     "Recipe",
     "RelativeL1",
     "Report",
+    "Run",
     "Schedule",
     "Split",
     "TargetLoss",
+    "TensorBoard",
     "Validation",
     "Weighted",
     "accuracy",

@@ -31,9 +31,9 @@ from .program import build
 from .ranks import Group
 from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
-from .recipe import Recipe
+from .recipe import Finish, Recipe
 from .runtime import statistics_note
-from .training import Batches, Moves, OwnRows, Task, ToPair, Validation, check_like, random_batches, train
+from .training import Batches, Moves, OwnRows, Task, ToPair, Validation, check_like, random_batches, train, train_whole
 
 _REFINED = 2  # times that a plan's own shares are measured, and planned by
 _MORE = 5.0  # seconds for that
@@ -60,11 +60,13 @@ def distill(
     own_rows: bool = False,
     validate: Any = None,
     recalibrate: bool | int = False,
+    finish: Finish | int | None = None,
     blocks: int | None = None,
     cuts: Sequence[tuple[str, str]] | None = None,
     adapters: Wanted = "auto",
     resample: bool = False,
     hybrid: bool = False,
+    callbacks: Sequence[Any] = (),
     ties: Policy = "auto",
     init: str | None = None,
     seed: int = 0,
@@ -106,7 +108,10 @@ def distill(
             metrics of one's own. `result.history.scores` has what came out.
         recalibrate: in the end, let the assembled student's batch norms take their running statistics from its own
             activations on so many batches of `data` (True: 50).
+        finish: train the whole student end to end after its blocks, the batch split over all ranks: a `Finish`, or a
+            number of epochs. `result.history.finish` tells of it.
         blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
+        callbacks: objects with some of the methods of `Callback`, called in this process.
         init: "teacher" starts the student from the teacher's weights where shapes allow.
         seed: of dropout and of the order of a dataset or tensor. The caller's random state is left alone.
         progress: show a progress bar.
@@ -162,6 +167,7 @@ def distill(
                 )
                 warnings.warn(notes[-1], stacklevel=2)
             batches = OwnRows(data, batch_size, seed, to_pair) if own_rows else Batches(data, batch_size, seed)
+            how = _finish(finish, batches, hybrid)
             first = tuple(a.on(home) for a in to_pair(batches.first()))
             bare = replace(to_pair, wanted=False)
             recorded = first if example is None else tuple(a.on(home) for a in bare(example))
@@ -196,8 +202,13 @@ def distill(
                 moves.look if may_move else None,
                 None if validate is None else Validation.of(validate, bool(logits)),
                 _RECALIBRATION if recalibrate is True else int(recalibrate),
+                tuple(callbacks),
             )
             trained = train(task, program, group, progress)
+            if how is not None:
+                finished = train_whole(task, how, first[0].rows, group, progress).history
+                trained.history.finish = finished
+                trained.history.scores += finished.scores
         done = Distilled(
             student,
             trained.history,
@@ -207,7 +218,7 @@ def distill(
             moves.profile,
             trained.program.plan,
             trained.program,
-            (*notes, *moves.notes),
+            (*notes, *moves.notes, *trained.notes),
         )
         if isinstance(group, Joined):
             group.share(Shared.of(done, recorded, trained.maps))
@@ -249,6 +260,30 @@ def _planned(
     else:
         costs = analytic(found, cluster, batch)
     return costs, plan(costs, strategy)
+
+
+def _finish(given: Any, batches: Batches, hybrid: bool) -> Finish | None:
+    """How to finish; refused before anything is trained."""
+    counted = isinstance(given, int) and not isinstance(given, bool)
+    how = Finish(given) if counted else given
+    if how is None:
+        return None
+    if not isinstance(how, Finish):
+        raise InputError("finish= is no way to finish.", given=repr(how), expected="Finish(...), or a number of epochs")
+    if hybrid:
+        raise InputError(
+            "A student with adapters cannot be finished end to end.",
+            given="finish= and hybrid=True",
+            do="leave one of them out",
+        )
+    if batches.one_shot:
+        raise InputError(
+            "The data can be read once only, and finish= reads it again.",
+            given=type(batches.data).__name__,
+            expected="data that can be read once per epoch",
+            do="pass a DataLoader, Dataset or list",
+        )
+    return how
 
 
 def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None) -> AbstractContextManager[Group]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .blocks import Split, Verification
 from .blocks.hybrid import hybrid as hybrid_student
 from .costs import Profile
+from .errors import InputError
 from .graph import Arguments
 from .planner import Plan
 from .program import Program, Trace
 from .report import Report, inspect
+from .report.plot import plot
 from .training import History, write_back
 
 
@@ -49,6 +55,29 @@ class Distilled:
         """The plan and the run side by side, as text (`print`), page (`html`) and trace (`chrome_trace`)."""
         own_input = self.program.own_input
         return inspect(self.split, self.profile, self.plan, own_input=own_input, run=self.trace)
+
+    def plot(self) -> Any:
+        """Relative losses by block, and what the models were worth, as a matplotlib Figure. Errors: InputError without
+        matplotlib."""
+        return plot(self.history)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the student's `state_dict`, whole or not at all: as safetensors where `path` ends so, else as
+        `torch.save` does. Its own class loads either (`load_state_dict(safetensors.torch.load_file(path))`). Errors:
+        InputError for a directory that does not exist."""
+        state = {name: t.detach().cpu() for name, t in self.student.state_dict().items() if isinstance(t, Tensor)}
+        target = Path(path)
+        if not target.parent.is_dir():
+            raise InputError("There is no such directory.", given=target.parent, do="make it first")
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            if target.suffix == ".safetensors":
+                save_file({name: t.contiguous().clone() for name, t in state.items()}, beside)
+            else:
+                torch.save(state, beside)
+            os.replace(beside, target)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return "\n\n".join(

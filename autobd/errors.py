@@ -52,6 +52,10 @@ class RankError(AutobdError):
     """A rank that failed, was killed or does not answer."""
 
 
+class CallbackError(AutobdError):
+    """A callback that raised."""
+
+
 class VerifyError(AutobdError):
     """Blocks that do not reproduce the model they were carved from."""
 

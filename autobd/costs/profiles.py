@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -190,6 +190,14 @@ class Profile:
             return 0.0
         link = self.reduce_within if len({self.nodes[r] for r in ranks}) == 1 else self.reduce_between
         return 2 * (k - 1) * (link.latency + size / k / link.bandwidth)
+
+    def untrained(self, blocks: Collection[int]) -> Profile:
+        """Where the students of these blocks are not trained."""
+
+        def still(costs: BlockCosts) -> BlockCosts:
+            return replace(costs, student=tuple(c.times(0.0) for c in costs.student), update=(0.0,) * len(costs.update))
+
+        return replace(self, blocks=tuple(still(b) if i in blocks else b for i, b in enumerate(self.blocks)))
 
     def on(self, devices: Sequence[str], kind_of: Sequence[int], nodes: Sequence[int]) -> Profile:
         """The same costs on other devices of the same kinds."""

@@ -75,6 +75,14 @@ class Student:
         """What training has changed, as the student gets it: tensors by their keys in it, and channel maps."""
         return {**{key: t.detach() for key, t in self.tensors.items()}, **self.learner.tensors()}
 
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Take these weights, by their names as in `trained`."""
+        own = {**self.tensors, **self.learner.parameters}
+        with torch.no_grad():
+            for name, tensor in (*own.items(), *self.learner.average.items()):
+                if name in values:
+                    tensor.copy_(values[name])
+
     def state(self) -> BlockState:
         """Where the training is, to be sent to any device."""
         normalisers = None if self.normalisers is None else [t.cpu() for t in self.normalisers]

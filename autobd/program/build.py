@@ -18,7 +18,14 @@ from .instruction import Edge, Instruction, Op
 from .program import Program
 
 
-def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = False, targets: bool = False) -> Program:
+def build(
+    plan: Plan,
+    split: Split,
+    own_input: bool = False,
+    own_rows: bool = False,
+    targets: bool = False,
+    stopped: frozenset[int] = frozenset(),
+) -> Program:
     """The program of a plan, checked.
 
     Arguments:
@@ -26,6 +33,7 @@ def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = Fa
             it; it is relayed beside the teacher's.
         own_rows: every rank loads its own rows; rank 0 only tells the others which.
         targets: the ranks of the last block are given the data's targets.
+        stopped: blocks that are not trained any more: only what others need of them is computed.
 
     Errors: PlanError for a plan that does not train every block once, or whose ranks would wait for each other.
     """
@@ -40,10 +48,31 @@ def build(plan: Plan, split: Split, own_input: bool = False, own_rows: bool = Fa
                 expected="one assignment for them",
                 do='put them in one, or split with ties="first"',
             )
-    ranks = tuple(_Builder(plan, rank, edges, inputs, together, own_input).run() for rank in range(len(plan.devices)))
-    program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched(split))
+    ranks = tuple(
+        _Builder(plan, rank, edges, inputs, together, own_input, stopped).run() for rank in range(len(plan.devices))
+    )
+    program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched(split), stopped)
     check(program)
     return program
+
+
+def again(
+    program: Program,
+    split: Split,
+    *,
+    plan: Plan | None = None,
+    own_input: bool | None = None,
+    stopped: frozenset[int] | None = None,
+) -> Program:
+    """The program anew, with what is given in place of what it had."""
+    return build(
+        plan or program.plan,
+        split,
+        program.own_input if own_input is None else own_input,
+        program.own_rows,
+        program.targets,
+        program.stopped if stopped is None else stopped,
+    )
 
 
 def batched(split: Split) -> tuple[frozenset[int], ...]:
@@ -95,10 +124,17 @@ class _Builder:
     """The instructions of one rank."""
 
     def __init__(
-        self, plan: Plan, rank: int, edges: list[Edge], inputs: Inputs, together: list[set[int]], own_input: bool
+        self,
+        plan: Plan,
+        rank: int,
+        edges: list[Edge],
+        inputs: Inputs,
+        together: list[set[int]],
+        own_input: bool,
+        stopped: frozenset[int],
     ) -> None:
         self.plan, self.rank, self.edges, self.inputs = plan, rank, edges, inputs
-        self.together, self.own_input = together, own_input
+        self.together, self.own_input, self.stopped = together, own_input, stopped
         self.blocks = sum(len(a.blocks) for a in plan.assignments)
         self.instructions: list[Instruction] = []
         self.student: dict[int, int | None] = {}  # what makes the student's own boundary after a block
@@ -175,16 +211,21 @@ class _Builder:
                     given=f"assignments {[a.blocks for a in self.plan.assignments]}",
                     expected="assignments of a rank in the order of their blocks",
                 )
+            if block in self.stopped and not self.own_input:
+                continue
+            learns = block not in self.stopped
             read = loaded, teacher[block], given.get(block - 1)
             forward = self.add(Op.STUDENT_FORWARD, block, number, *read)
             for part in range(1, a.microbatches):  # the parts before are done with, but for the student's own boundary
-                done = self.add(Op.STUDENT_BACKWARD, block, number, forward, part=part - 1)
+                done = self.add(Op.STUDENT_BACKWARD, block, number, forward, part=part - 1) if learns else None
                 forward = self.add(Op.STUDENT_FORWARD, block, number, *read, done, part=part)
             relayed = self._edge_indices("student", source=self.rank, block=block)
             if self.own_input and block + 1 < self.blocks:
                 self.student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
                 if relayed:
                     self.add(Op.RELAY_STUDENT, block, number, self.student[block], edges=relayed)
+            if not learns:
+                continue
             backward[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward, part=a.microbatches - 1)
             whole = [b for b in backward if b not in gradients and self._with(b) <= set(backward)]
             for b in whole:
@@ -196,7 +237,7 @@ class _Builder:
         if self.plan.barrier:
             gate = self.add(Op.BARRIER, None, number, *(i for own in gradients.values() for i in own))
             gradients = dict.fromkeys(gradients, (gate,))
-        self._update(number, [b for b in a.blocks if b not in updated], gradients, updated)
+        self._update(number, [b for b in a.blocks if b in backward and b not in updated], gradients, updated)
 
     def _with(self, block: int) -> set[int]:
         """The blocks that add to the gradients of `block`'s weights."""

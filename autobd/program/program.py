@@ -27,6 +27,7 @@ class Program:
         ranks: the instructions of each rank, in an order that respects their `after` edges.
         own_input: student blocks are given the student's own boundary, or a mixture of both.
         own_rows: every rank loads the rows that it reads itself; what rank 0 scatters is only which they are.
+        stopped: blocks whose students are not trained any more.
         batched: indices of the teacher's and of the student's input tensors, and of the targets, that have a row for
             each of the batch.
     """
@@ -38,6 +39,7 @@ class Program:
     own_input: bool = False
     own_rows: bool = False
     batched: tuple[frozenset[int], ...] = (frozenset(), frozenset(), frozenset())
+    stopped: frozenset[int] = frozenset()
 
     @property
     def targets(self) -> bool:

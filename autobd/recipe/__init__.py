@@ -1,9 +1,21 @@
 """What blocks are trained with."""
 
 from .block_recipe import BlockRecipe
+from .finish import Finish
 from .losses import KL, MSE, CosineDistance, RelativeL1, Weighted
 from .recipe import Recipe
 from .schedule import Schedule
 from .target_loss import TargetLoss
 
-__all__ = ["KL", "MSE", "BlockRecipe", "CosineDistance", "Recipe", "RelativeL1", "Schedule", "TargetLoss", "Weighted"]
+__all__ = [
+    "KL",
+    "MSE",
+    "BlockRecipe",
+    "CosineDistance",
+    "Finish",
+    "Recipe",
+    "RelativeL1",
+    "Schedule",
+    "TargetLoss",
+    "Weighted",
+]

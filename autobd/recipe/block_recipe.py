@@ -36,6 +36,8 @@ class BlockRecipe:
     compile: bool
     recompute: bool
     ema: float | None
+    patience: int | None
+    stop_at: float | None
     target_loss: TargetLoss | None = None
 
     def make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:

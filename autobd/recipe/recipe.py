@@ -18,7 +18,7 @@ from .target_loss import TargetLoss
 _CALLED = ("loss", "optimizer", "lr", "groups")  # fields whose values are callables themselves
 _BY_BLOCK = (
     *("loss", "optimizer", "lr", "weight_decay", "groups", "clip", "non_finite", "accumulate"),
-    *("precision", "compile", "recompute", "ema"),
+    *("precision", "compile", "recompute", "ema", "patience", "stop_at"),
 )
 
 
@@ -52,6 +52,10 @@ class Recipe:
         compile*: run the student block through `torch.compile`; where that fails it runs as it is, with a warning.
         recompute*: activations are computed again in the backward, to save memory.
         ema*: decay of an exponential moving average of the block's weights, which the student gets in their place.
+        patience*: epochs in which a block's relative loss may fail to fall by a hundredth before the block is left as
+            it is; the next plan gives its time to others. None: it is trained to the end.
+        stop_at*: relative loss of an epoch at which a block is left as it is.
+        keep_best: give each block the weights of the epoch in which its relative loss was least.
         freeze: parts of the student that are not trained: patterns of parameter names ("stem.*", as in a shell; the
             path of a module stands for all in it), or a callable from a name to whether.
         target_loss: a loss of the last block against the data's targets, beside the teacher's output: "ce", or a
@@ -80,6 +84,9 @@ class Recipe:
     compile: bool | Mapping[int, bool] | Callable[[int], bool] = False
     recompute: bool | Mapping[int, bool] | Callable[[int], bool] = False
     ema: float | Mapping[int, float] | Callable[[int], float | None] | None = None
+    patience: int | Mapping[int, int] | Callable[[int], int | None] | None = None
+    stop_at: float | Mapping[int, float] | Callable[[int], float | None] | None = None
+    keep_best: bool = False
     freeze: Sequence[str] | Callable[[str], bool] = ()
     target_loss: TargetLoss | Literal["ce"] | None = None
     epochs: int = 1
@@ -107,6 +114,8 @@ class Recipe:
                     _check(name, value)
             elif name in _CALLED or not callable(given):
                 _check(name, given)
+        if not isinstance(self.keep_best, bool):
+            raise InputError("Recipe.keep_best is no bool.", given=repr(self.keep_best), expected="True or False")
         if self.target_loss == "ce":
             object.__setattr__(self, "target_loss", TargetLoss())
         if self.target_loss is not None and not isinstance(self.target_loss, TargetLoss):
@@ -216,5 +225,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "precision": (lambda value: value in (None, "bf16", "fp16"), '"bf16", "fp16" or None'),
     "compile": (_is_bool, "True or False"),
     "recompute": (_is_bool, "True or False"),
+    "patience": (_none_or(_is_count), "a whole number of at least 1, or None"),
+    "stop_at": (_none_or(_is_number), "a number of at least 0, or None"),
     "ema": (_none_or(lambda value: _is_number(value) and value < 1), "a number from 0 to below 1, such as 0.999"),
 }

@@ -141,6 +141,11 @@ class Rank(Work):
             found |= student.trained()
         return found
 
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Give the rank's own blocks these weights and channel maps, by their names as in `trained`."""
+        for student in self.students.values():
+            student.restore(values)
+
     def states(self) -> dict[int, BlockState]:
         """What the same blocks are trained on from elsewhere, beside their weights."""
         return {block: student.state() for block, student in self._leading()}

@@ -34,10 +34,11 @@ class Collector:
         while len(self._steps[done]) == 1 + len(self._rank.links.results):
             shares = self._steps.pop(done)
             blocks = [[s[block] for s in shares if block in s] for block in range(self._blocks)]
-            self._history.add(
-                tuple(sum(s.loss * s.weight for s in own) for own in blocks),
-                tuple(sum(s.relative * s.weight for s in own) for own in blocks),
-            )
+            trained = [sum(s.loss * s.weight for s in own) for own in blocks]
+            relative = [sum(s.relative * s.weight for s in own) for own in blocks]
+            for block in self._rank.program.stopped:  # as they were at last
+                trained[block], relative[block] = self._history.losses[-1][block], self._history.relative[-1][block]
+            self._history.add(tuple(trained), tuple(relative))
             done += 1
 
     def look(self) -> None:

@@ -1,9 +1,16 @@
-"""Losses of a training run, by step and block."""
+"""Losses of a training run, by step and block, and what the models were worth."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
+from ..errors import InputError
 from ..tables import table
 
 
@@ -33,6 +40,7 @@ class History:
             batch: 1 is what a student that outputs zeros gets.
         epoch_ends: number of steps done at the end of each epoch.
         scores: what models were worth on the data to validate with.
+        finish: the same of the training end to end, as one block; None without one.
         seconds: wall time of the training.
     """
 
@@ -40,6 +48,7 @@ class History:
     relative: list[tuple[float, ...]] = field(default_factory=list)
     epoch_ends: list[int] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
+    finish: History | None = None
     seconds: float = 0.0
 
     @property
@@ -54,6 +63,42 @@ class History:
         """The next step's, by block."""
         self.losses.append(losses)
         self.relative.append(relative)
+
+    # ---------------------------------------------------------------- for other programs
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One row for every step and block: stage ("blocks", "finish"), step, epoch, block, loss, relative."""
+        for stage, history in (("blocks", self), ("finish", self.finish)):
+            if history is None:
+                continue
+            epoch = 0
+            for step, (losses, relative) in enumerate(zip(history.losses, history.relative, strict=True)):
+                while epoch < len(history.epoch_ends) and step >= history.epoch_ends[epoch]:
+                    epoch += 1
+                for block, (loss, r) in enumerate(zip(losses, relative, strict=True)):
+                    yield {"stage": stage, "step": step, "epoch": epoch, "block": block, "loss": loss, "relative": r}
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write `rows` as a table."""
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["stage", "step", "epoch", "block", "loss", "relative"])
+            writer.writeheader()
+            writer.writerows(self.rows())
+
+    def to_json(self, path: str | PathLike[str] | None = None) -> str:
+        """Everything, as text; written to `path` too, where one is given."""
+        text = json.dumps(asdict(self))
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    def to_pandas(self) -> Any:
+        """`rows` as a pandas.DataFrame. Errors: InputError without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise InputError("pandas is not installed.", do="pip install pandas, or use to_csv") from None
+        return pandas.DataFrame(list(self.rows()))
 
     def __str__(self) -> str:
         if not self.losses:
@@ -71,9 +116,16 @@ class History:
         ]
         text = table(["block", "first loss", "last loss", "first relative", f"relative, last {len(last)} steps"], rows)
         text = f"{self.steps} steps, {len(self.epoch_ends)} epochs, {self.seconds:.1f} s\n{text}"
-        if not self.scores:
-            return text
+        if self.finish is not None and self.finish.steps:
+            first, end = self.finish.losses[0][0], self.finish.losses[-1][0]
+            text += (
+                f"\nend to end: {self.finish.steps} steps, {self.finish.seconds:.1f} s, loss {first:.4g} to {end:.4g}"
+            )
+        return f"{text}\n\n{self.ladder()}" if self.scores else text
+
+    def ladder(self) -> str:
+        """The newest score of every model, as a table."""
         newest = {s.what: s for s in self.scores}
         names = list(dict.fromkeys(name for s in newest.values() for name in s.values))
         lines = [[what, *(f"{s.values[n]:.4g}" if n in s.values else "" for n in names)] for what, s in newest.items()]
-        return f"{text}\n\n{table(['model', *names], lines)}"
+        return table(["model", *names], lines)

@@ -107,7 +107,14 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
         links.report.send(coming, [rank.times(), *by_name(rank.trained())])
         if job.rank in job.refreshed:
             rank.refresh(named(links.news.take()[1]))
-        while by_model and (phase := PHASES[int(links.news.take()[1][0])]) != "done":
+        while True:
+            number, *tensors = links.news.take()[1]
+            phase = PHASES[int(number)]
+            if phase == "done":
+                break
+            if phase == "restore":
+                rank.restore(named(tensors))
+                continue
             serve(rank, by_model, phase)
             if phase == "recalibrate":
                 links.report.send(coming, [rank.times(), *by_name(rank.trained())])

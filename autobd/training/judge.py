@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from .pair import Pair
 from .sizes import Sizes, check_like
 from .validation import Scores, Validation
 
-PHASES = ("done", "student", "teacher", "recalibrate")  # what rank 0 asks for, by number
+PHASES = ("done", "student", "teacher", "recalibrate", "restore")  # what rank 0 asks for, by number
 
 
 def evaluations(rank: Rank, programs: Mapping[str, Program]) -> dict[str, Evaluation]:
@@ -54,6 +54,13 @@ def serve(rank: Rank, by_model: Mapping[str, Evaluation], phase: str) -> None:
         links.pass_on(EPOCH, 0)
 
 
+def ask(rank: Rank, phase: str, tensors: Sequence[Tensor] = ()) -> None:
+    """Tell the other ranks what comes next between two steps; "done": nothing more, until the next time."""
+    number = torch.tensor([PHASES.index(phase)])
+    for sender in rank.links.announce.values():
+        sender.send(Header(EPOCH), [number, *tensors])
+
+
 class Judge:
     """Rank 0's side.
 
@@ -72,12 +79,6 @@ class Judge:
     ) -> None:
         self._rank, self._by_model, self._split, self._sizes = rank, by_model, split, sizes
         self._to_pair, self._announce = to_pair, announce
-
-    def ask(self, phase: str) -> None:
-        """Tell the other ranks what comes; "done": nothing more, until the next time."""
-        number = torch.tensor([PHASES.index(phase)])
-        for sender in self._rank.links.announce.values():
-            sender.send(Header(EPOCH), [number])
 
     def score(self, validation: Validation, model: str, targets_of: Callable[[Any], Any]) -> dict[str, float]:
         """The metrics of a model over the data. Errors: InputError for a batch that does not fit, or from a metric."""
@@ -112,7 +113,7 @@ class Judge:
     def _run(
         self, evaluation: Evaluation, phase: str, batches: Iterable[Any], then: Callable[[int, Any], None]
     ) -> None:
-        self.ask(phase)
+        ask(self._rank, phase)
         step = evaluation.program.compile(0)
         with prepared(evaluation, phase):
             for number, batch in enumerate(batches):

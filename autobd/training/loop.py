@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +13,18 @@ from torch import Tensor, nn
 from ..parts import BlockState
 from ..parts.channels import Place, between, plain_weights
 from ..parts.form import Form
-from ..program import Program, Trace, build
+from ..program import Program, Trace, again
 from ..ranks import EPOCH, STEP, STOP, Header, Peers
 from ..runtime import Rank
+from .bars import Bars
+from .callbacks import Run, call
 from .collect import Collector
 from .feed import Feed, as_bytes
 from .history import History, Scored
 from .jobs import Job, blocks_run, by_name
-from .judge import Judge, evaluations
+from .judge import Judge, ask, evaluations
 from .sizes import Sizes, check_like
+from .stopping import Stopping
 from .task import Task
 
 
@@ -34,14 +36,17 @@ class Loop:
         moves_to: the program to go on with; None at the end.
     """
 
-    def __init__(self, task: Task, program: Program, bar: Any) -> None:
-        self.task, self.program, self.bar = task, program, bar
+    def __init__(self, task: Task, program: Program, bars: Bars) -> None:
+        self.task, self.program, self.bars = task, program, bars
         self.history, self.feed = History(), Feed(task.batches)
         self.values: dict[str, Tensor] = {}
         self.maps: dict[Place, Tensor] = {}
         self.trace: Trace | None = None
         self.moves_to: Program | None = None
         self._started = time.perf_counter()
+        self.stopping = Stopping(task.split, task.recipe)
+        self._run = Run(task.stage, self.history, program.plan)
+        call(task.callbacks, "on_start", self._run)
 
     def run(self, job: Job, peers: Peers) -> dict[int, BlockState]:
         """Train to the end, or until there is another program to go on with; then return what the rank's blocks go on
@@ -59,8 +64,7 @@ class Loop:
                 own = recipe.own_input(now)
                 if own > 0 and not self.program.own_input:
                     feed.put_back(batch)
-                    old = self.program
-                    self.moves_to = build(old.plan, task.split, True, old.own_rows, old.targets)
+                    self.moves_to = again(self.program, task.split, own_input=True)
                     break
                 pair = task.to_pair(batch)
                 check_like(pair, task.split)
@@ -71,37 +75,44 @@ class Loop:
                 rank.run(step, pair)
                 collector.add(feed.done, rank.finish_step())
                 collector.look()
+                self._tell_steps()
                 feed.used()
-                self._show()
-                if feed.done == recipe.steps:
+                self.bars.show(self.history)
+                if feed.done == recipe.steps or self._run.stop:
                     break
             self._collect(rank, job, collector)
             if self.moves_to is None:
                 self._end_epoch(rank, job, collector, judge)
-            elif judge is not None:
-                judge.ask("done")
+            else:
+                ask(rank, "done")
         self.trace = collector.trace()
         rank.links.pass_on(STOP, feed.done)
-        ask = [torch.zeros(1)] if self.moves_to else []
+        wanted = [torch.zeros(1)] if self.moves_to else []
         for sender in rank.links.announce.values():
-            sender.send(Header(STOP, feed.done), ask)
+            sender.send(Header(STOP, feed.done), wanted)
         for evaluation in by_model.values():
             evaluation.stop(feed.done)
         rank.links.join()
         return rank.states() if self.moves_to else {}
 
+    def go_over(self, program: Program) -> None:
+        """Run another program next."""
+        self.program = program
+        self.bars.follow(program.plan)
+
     @property
     def ended(self) -> bool:
         recipe = self.task.recipe
-        return self.feed.done == recipe.steps or (recipe.steps is None and self.feed.epoch >= recipe.epochs)
+        done = self.feed.done == recipe.steps or (recipe.steps is None and self.feed.epoch >= recipe.epochs)
+        return done or self._run.stop
 
     def what(self, rank: int) -> str:
         """What a rank does, for errors."""
         return f"{self.program.plan.blocks_of(rank)}; rank 0 is at step {self.feed.done}"
 
     def _progress(self) -> float:
-        if self.bar.total:
-            return float(self.feed.done / self.bar.total)
+        if self.bars.total:
+            return self.feed.done / self.bars.total
         return self.feed.epoch / self.task.recipe.epochs
 
     def _collect(self, rank: Rank, job: Job, collector: Collector) -> None:
@@ -109,6 +120,7 @@ class Loop:
         rank.links.pass_on(EPOCH, self.feed.done)
         rank.end_epoch()
         self.values = values = collector.weights()
+        self._tell_steps()
         rank.refresh(values)
         for other in job.refreshed:
             if other != 0:
@@ -118,21 +130,37 @@ class Loop:
     def _end_epoch(self, rank: Rank, job: Job, collector: Collector, judge: Judge | None) -> None:
         self.history.epoch_ends.append(self.feed.done)
         self.feed.end_epoch()
+        self.stopping.end_epoch(self.history, self.values)
+        if len(self.stopping.stopped) == len(self.task.split):
+            self._run.stop = True
+        if self.ended and (best := self.stopping.best()):
+            self.values |= best
+            ask(rank, "restore", by_name(best))
+            rank.restore(best)
         self._write()
         if judge is not None:
             self._judge(judge, collector)
-            judge.ask("done")
+        ask(rank, "done")
         self.history.seconds = time.perf_counter() - self._started
-        self._show()
-        if self.task.replan is not None and not self.ended:
-            self.moves_to = self.task.replan(self.program, collector.trace())
+        self.bars.show(self.history)
+        self._tell("on_epoch")
+        if self.ended:
+            self._tell("on_end")
+        self.moves_to = None if self.ended else self._next(collector)
+
+    def _next(self, collector: Collector) -> Program | None:
+        """What to go on with at an epoch's end; None: as before."""
+        task, stopped = self.task, self.stopping.stopped
+        if task.replan is not None:
+            return task.replan(self.program, collector.trace(), stopped)
+        return again(self.program, task.split, stopped=stopped) if stopped != self.program.stopped else None
 
     def _judge(self, judge: Judge, collector: Collector) -> None:
         task, validation = self.task, self.task.validation
         if validation is not None and (self.ended or self.feed.epoch % validation.every == 0):
-            if not self.history.of("teacher"):
+            if task.stage == "assembled" and not self.history.of("teacher"):
                 self._note("teacher", judge.score(validation, "teacher", task.to_pair.targets_of))
-            self._note("assembled", judge.score(validation, "student", task.to_pair.targets_of))
+            self._note(task.stage, judge.score(validation, "student", task.to_pair.targets_of))
         if task.recalibrate and self.ended:
             judge.recalibrate(islice(task.batches.epoch(self.feed.epoch), task.recalibrate))
             self.values = collector.weights()
@@ -140,18 +168,22 @@ class Loop:
             if validation is not None:
                 self._note("recalibrated", judge.score(validation, "student", task.to_pair.targets_of))
 
+    def _tell_steps(self) -> None:
+        """Callbacks hear of every step whose losses have come."""
+        while self._run.step < self.history.steps:
+            self._run.step += 1
+            call(self.task.callbacks, "on_step", self._run)
+
+    def _tell(self, hook: str) -> None:
+        self._run.epoch, self._run.plan = self.feed.epoch, self.program.plan
+        call(self.task.callbacks, hook, self._run)
+
     def _note(self, what: str, values: dict[str, float]) -> None:
         self.history.scores.append(Scored(what, self.feed.epoch, self.feed.done, values))
 
     def _write(self) -> None:
         split, values = self.task.split, self.values
         write_back({**self.task.start, **values, **plain_weights(split, values)}, split.student.model)
-
-    def _show(self) -> None:
-        if self.history.steps:
-            losses = " ".join(f"{v:.3f}" for v in self.history.relative[-1])
-            self.bar.set_postfix_str(f"relative loss {losses}", refresh=False)
-        self.bar.update(self.history.steps - self.bar.n)
 
 
 def _announce(rank: Rank, job: Job, number: int, forms: Mapping[int, Form]) -> None:

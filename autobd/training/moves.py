@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..blocks import Split
 from ..costs import Profile
 from ..errors import PlanError
-from ..planner import replan
-from ..program import Program, Trace, build
+from ..planner import plan, replan
+from ..program import Program, Trace, again
 from ..runtime import statistics_note
 
 
@@ -24,13 +24,19 @@ class Moves:
         self.profile, self.notes = profile, list[str]()
         self._split, self._strategy = split, strategy
 
-    def look(self, program: Program, trace: Trace) -> Program | None:
-        """What to go on with; None: as before."""
+    def look(self, program: Program, trace: Trace, stopped: frozenset[int]) -> Program | None:
+        """What to go on with, without the students of the blocks that have stopped; None: as before."""
+        if stopped != program.stopped:
+            self.profile = self.profile.untrained(stopped)
+            try:
+                return again(program, self._split, stopped=stopped, plan=plan(self.profile, self._strategy))
+            except PlanError:  # ranks would wait for each other
+                return again(program, self._split, stopped=stopped)
         try:
             found = replan(program.plan, self.profile, trace.work, self._strategy)
             if found is None:
                 return None
-            new = build(found.plan, self._split, program.own_input, program.own_rows, program.targets)
+            new = again(program, self._split, plan=found.plan)
         except PlanError:  # by the measured times nothing fits, or ranks would wait for each other: what runs goes on
             return None
         self.profile = found.profile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from .data import Batches
 from .pair import ToPair
 from .validation import Validation
 
-Replan = Callable[[Program, Trace], Program | None]
+Replan = Callable[[Program, Trace, frozenset[int]], Program | None]
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,12 @@ class Task:
         to_pair: from a batch to both models' arguments and the targets; `seed`: as for `distill`.
         teacher_writes: tensors that the teacher's forward changes, to be put back (see `Verification`).
         start: values that tensors of the student begin with, by key.
-        replan: asked at every epoch's end but the last: another program to go on with, or None; None: never.
+        replan: asked at every epoch's end but the last, with the blocks that have stopped: another program to go on
+            with, or None; None: never.
         validation: how to judge the models at epoch ends; None: not at all.
         recalibrate: batches from which the assembled student's batch norms take their statistics in the end.
+        callbacks: objects with some of `Callback`'s methods.
+        stage: what the student is called in scores: "assembled" while its blocks are trained, "finished" after them.
     """
 
     split: Split
@@ -40,6 +44,8 @@ class Task:
     replan: Replan | None = None
     validation: Validation | None = None
     recalibrate: int = 0
+    callbacks: tuple[Any, ...] = ()
+    stage: str = "assembled"
 
     @property
     def bare(self) -> ToPair:

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ..errors import InputError
 from ..graph.state import copied, module_tensors, untouched
@@ -18,6 +17,7 @@ from ..parts.channels import Place
 from ..planner import Plan
 from ..program import Program, Trace, evaluation
 from ..ranks import Group
+from .bars import bars
 from .history import History
 from .jobs import follow, jobs
 from .loop import Loop, copy_all
@@ -27,12 +27,14 @@ from .task import Task
 
 @dataclass(frozen=True)
 class Trained:
-    """How it went: losses; the program that ran last, and when every rank did what; trained channel maps."""
+    """How it went: losses; the program that ran last, and when every rank did what; trained channel maps; what the user
+    should know."""
 
     history: History
     program: Program
     trace: Trace
     maps: dict[Place, Tensor]
+    notes: tuple[str, ...] = ()
 
 
 def train(task: Task, program: Program, group: Group, progress: bool = False) -> Trained:
@@ -63,10 +65,8 @@ def train(task: Task, program: Program, group: Group, progress: bool = False) ->
                 expected="a number of steps, for block_input='teacher-then-student'",
                 do="pass Recipe(steps=...), or data with a length",
             )
-        bar = stack.enter_context(
-            tqdm(total=total, desc="distil", unit="step", disable=not progress, dynamic_ncols=True)
-        )
-        loop = Loop(task, program, bar)
+        what = "finish" if task.stage == "finished" else "distil"
+        loop = Loop(task, program, stack.enter_context(bars(progress, total, what, program.plan)))
         states: dict[int, BlockState] = {}
         while True:
             given = jobs(loop.program, parts, task.seed, reader, states, _evaluations(task, loop.program.plan))
@@ -83,9 +83,9 @@ def train(task: Task, program: Program, group: Group, progress: bool = False) ->
             for of_rank in found.values():
                 states |= of_rank
             parts = _parts(task, loop.moves_to.plan, {**task.start, **loop.values})
-            loop.program = loop.moves_to
+            loop.go_over(loop.moves_to)
     assert loop.trace is not None
-    return Trained(loop.history, loop.program, loop.trace, loop.maps)
+    return Trained(loop.history, loop.program, loop.trace, loop.maps, tuple(loop.stopping.notes))
 
 
 def _parts(task: Task, plan: Plan, start: Mapping[str, Tensor]) -> list[Part]:

