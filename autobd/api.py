@@ -12,21 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .blocks import Split, split
+from .blocks import split
 from .blocks.folding import Wanted
 from .blocks.hybrid import hybrid as hybrid_student
 from .blocks.initialise import weights_from_teacher
 from .blocks.pair import check_pair
 from .blocks.ties import Policy
 from .cluster import Cluster
-from .costs import Profile, analytic
-from .costs import profile as measured
+from .costs import Profile
 from .distilled import Distilled, Shared, received, tensors_of
 from .errors import InputError
 from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .interrupts import interrupts_kept
-from .planner import Plan, plan
+from .planner import Plan, planned
 from .program import build
 from .ranks import Group
 from .ranks import open as open_ranks
@@ -35,8 +34,6 @@ from .recipe import Finish, Recipe
 from .runtime import statistics_note
 from .training import Batches, Moves, OwnRows, Task, ToPair, Validation, check_like, random_batches, train, train_whole
 
-_REFINED = 2  # times that a plan's own shares are measured, and planned by
-_MORE = 5.0  # seconds for that
 _RECALIBRATION = 50  # batches
 
 
@@ -178,7 +175,7 @@ def distill(
             verification = found.verify()
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
-            costs, chosen = _planned(profile, found, group, first[0].rows, recipe, strategy, progress)
+            costs, chosen = planned(profile, found, group, first[0].rows, recipe, strategy, progress)
             notes += filter(None, [statistics_note(found, chosen)])
             if recipe.block_input != "teacher":
                 build(chosen, found, own_input=True)  # so that it does not fail on the way
@@ -223,43 +220,6 @@ def distill(
         if isinstance(group, Joined):
             group.share(Shared.of(done, recorded, trained.maps))
     return replace(done, hybrid=hybrid_student(found, student, trained.maps))
-
-
-def _planned(
-    given: Profile | str,
-    found: Split,
-    group: Group,
-    batch: int,
-    recipe: Recipe,
-    strategy: str | Plan,
-    progress: bool,
-) -> tuple[Profile, Plan]:
-    """What to plan by, and the plan. Where blocks are measured, also at the shares that the plan has."""
-    cluster = group.cluster
-    if isinstance(given, Profile):
-        if len(given.blocks) != len(found) or given.devices != cluster.devices:
-            raise InputError(
-                "The profile is of other blocks or devices.",
-                given=f"{len(given.blocks)} blocks on {given.devices}",
-                expected=f"{len(found)} blocks on {cluster.devices}",
-            )
-        return given, plan(given, strategy)
-    if given not in ("auto", "measured", "analytic"):
-        raise InputError(
-            "profile= is no profile.", given=repr(given), expected='a Profile, "auto", "measured" or "analytic"'
-        )
-    if isinstance(strategy, Plan):
-        costs = analytic(found, cluster, strategy.batch_size)
-    elif given == "measured" or (given == "auto" and group.size > 1 and strategy != "ir"):
-        costs = measured(found, group, batch, recipe, progress=progress)
-        for _ in range(_REFINED):
-            lacking = [s for s in plan(costs, strategy).shares if not costs.knows(s)]
-            if not lacking:
-                break
-            costs = measured(found, group, batch, recipe, known=costs, shares=lacking, budget=_MORE, progress=progress)
-    else:
-        costs = analytic(found, cluster, batch)
-    return costs, plan(costs, strategy)
 
 
 def _finish(given: Any, batches: Batches, hybrid: bool) -> Finish | None:
