@@ -112,7 +112,13 @@ def _block(
         boundary_bytes(teacher),
         boundary_bytes(student),
         Curve((1,), (again / examples[1],)) if again < _WORTH * student.activation_bytes else None,
+        Curve((1,), (_passing(teacher.graph) / examples[0],)),
     )
+
+
+def _passing(graph: fx.Graph) -> int:
+    """Bytes that the largest operation of a forward reads and writes."""
+    return max((_bytes(n) + sum(map(_bytes, n.all_input_nodes)) for n in graph.nodes if n.op != "output"), default=0)
 
 
 def _seconds(graph: fx.Graph, scale: float, device: Device) -> float:

@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..recipe import Recipe
 from .profiles import Profile
 
-_FORM = 2  # of what is measured and how
+_FORM = 3  # of what is measured and how
 
 
 def directory() -> Path:

@@ -33,17 +33,18 @@ Boundary = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Measured:
-    """A block pair at some number of rows: seconds, the spread of the student's, and bytes. Infinite where it did not
-    fit."""
+    """A block pair at some number of rows: seconds, the spread of the student's, and bytes, of both and of the teacher
+    alone. Infinite where it did not fit."""
 
     teacher: float
     student: float
     update: float
     spread: float
     saved: float
+    passing: float
 
 
-NOT_FITTING = Measured(math.inf, math.inf, 0.0, 0.0, math.inf)
+NOT_FITTING = Measured(math.inf, math.inf, 0.0, 0.0, math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class _Blocks:
         ]
         self.clock = _clock(device)
         self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.bytes = [0.0] * len(students)
+        self.bytes, self.passing = [0.0] * len(students), [0.0] * len(students)
 
     def run(self) -> list[Measured]:
         blocks = range(len(self.students))
@@ -143,7 +144,8 @@ class _Blocks:
             boundaries.append(tuple(dense(t) for t in part.teach(*boundaries[-1], *inputs)))
             self._note("teacher", b, number, self.clock() - start)
             if peak is not None:
-                self._needed(b, peak.bytes - sum(map(_bytes, boundaries[-1])))
+                self.passing[b] = max(peak.bytes - sum(map(_bytes, boundaries[-1])), 0.0)
+                self._needed(b, self.passing[b])
         for b, student in enumerate(self.students):
             peak = Peak(self.device) if note else None
             saved: dict[int, int] = {}
@@ -191,7 +193,7 @@ class _Blocks:
         low, middle, high = quantiles(self.times["student", b], n=4)
         spread = (high - low) / middle if middle else 0.0
         teacher, update = (median(self.times[what, b]) for what in ("teacher", "update"))
-        return Measured(teacher, middle, update, spread, self.bytes[b])
+        return Measured(teacher, middle, update, spread, self.bytes[b], self.passing[b])
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -232,5 +234,8 @@ def numbers_of_rows(batch: int, ranks: int) -> tuple[int, ...]:
 def medians(found: Sequence[Measured]) -> Measured:
     """Of what several equal ranks have measured."""
     return Measured(
-        *(median(getattr(m, name) for m in found) for name in ("teacher", "student", "update", "spread", "saved"))
+        *(
+            median(getattr(m, name) for m in found)
+            for name in ("teacher", "student", "update", "spread", "saved", "passing")
+        )
     )

@@ -260,6 +260,7 @@ class _Measuring:
             update=update,
             saved=saved,
             recomputed=recomputed,
+            passing=curves("passing")[0].extended(),
         )
 
 

@@ -38,6 +38,7 @@ class BlockCosts:
             rows: activations that are kept for the backward, and what operations need for a while.
         boundary: bytes behind the teacher's block, of one row; `own_boundary`: behind the student's.
         recomputed: like `saved`, where activations are computed again in the backward; None: that saves nothing.
+        passing: like `saved`, of the teacher's forward alone; None: as much as `saved`.
     """
 
     teacher: tuple[Curve, ...]
@@ -51,6 +52,7 @@ class BlockCosts:
     boundary: float
     own_boundary: float
     recomputed: Curve | None = None
+    passing: Curve | None = None
 
     def student_seconds(self, kind: int, rows: int, microbatches: int = 1, recompute: bool = False) -> float:
         """Forward and backward of `rows` rows, in so many parts, with activations kept or computed again."""
@@ -70,6 +72,7 @@ class BlockCosts:
             student=both("student"),
             saved=self.saved.joined(more.saved),
             recomputed=again.joined(more_again) if again is not None and more_again is not None else None,
+            passing=None if self.passing is None or more.passing is None else self.passing.joined(more.passing),
         )
 
     def needs(self, rows: int, microbatches: int = 1, recompute: bool = False) -> float:
@@ -284,6 +287,6 @@ def _block(found: Mapping[str, Any]) -> BlockCosts:
             "student": tuple(map(curve, found["student"])),
             "update": tuple(found["update"]),
             "saved": curve(found["saved"]),
-            "recomputed": curve(found["recomputed"]) if found.get("recomputed") else None,
+            **{name: curve(found[name]) if found.get(name) else None for name in ("recomputed", "passing")},
         }
     )

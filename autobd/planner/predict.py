@@ -152,5 +152,11 @@ def _work(
 ) -> float:
     """While an assignment runs: inputs, boundaries, and the most that any of its students needs."""
     costs = profile.blocks
-    held = rows * (profile.input_bytes + sum(costs[b].boundary for b in teacher))
-    return held + max(costs[b].needs(rows, microbatches, recompute) for b in blocks)
+    prefix = [b for b in teacher if b < blocks[0]]
+    kept = [*prefix[-1:], *blocks]  # boundaries; those further back are forgotten on the way
+    held = rows * sum(costs[b].boundary for b in kept)
+    most = held + max(costs[b].needs(rows, microbatches, recompute) for b in blocks)
+    for b in prefix:
+        passing = (costs[b].passing or costs[b].saved).at(rows)
+        most = max(most, passing + rows * (costs[b].boundary + (costs[b - 1].boundary if b else 0.0)))
+    return rows * profile.input_bytes + most

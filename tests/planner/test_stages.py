@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from profiles import profiles
 
-from autobd.costs import Link, Profile
+from autobd.costs import Curve, Link, Profile
 from autobd.errors import InputError, PlanError
 from autobd.planner import Assignment, Plan, plan
 from autobd.planner.predict import loads_of, predict, rank_bytes
@@ -229,3 +229,21 @@ def test_a_strategy_that_is_asked_for_and_does_not_fit_is_refused(strategy):
     assert plan(profile, strategy).strategy == strategy
     with pytest.raises(PlanError, match="not fit"):
         plan(profile, strategy, memory=200.0)
+
+
+def test_a_teachers_prefix_needs_its_largest_forward_and_forgets_boundaries_on_the_way():
+    profile = Profile.of([1.0] * 3, [1.0] * 3, 4, boundary=[10.0, 20.0, 30.0], saved=[1.0] * 3)
+    passing = [100.0, 5.0, 0.0]
+    blocks = [replace(b, passing=Curve((1,), (p,))) for b, p in zip(profile.blocks, passing, strict=True)]
+    profile = replace(profile, blocks=tuple(blocks), input_bytes=7.0)
+
+    def held(*trained):
+        return rank_bytes(
+            Plan("mine", 4, profile.devices, tuple(Assignment((b,), (0,), (4,), "prefix") for b in trained)), profile
+        )[0]
+
+    assert held(0) == 4 * (7 + 10 + 1)
+    assert held(1) == 4 * (7 + 100 + 10)  # while the teacher's block 0 runs
+    assert held(0, 1, 2) == held(2) == 4 * (7 + 100 + 10)
+    profile = replace(profile, blocks=tuple(replace(b, passing=Curve((1,), (0.0,))) for b in profile.blocks))
+    assert held(2) == 4 * (7 + 20 + 30 + 1)
