@@ -164,7 +164,7 @@ def distill(
                 )
                 warnings.warn(notes[-1], stacklevel=2)
             batches = OwnRows(data, batch_size, seed, to_pair) if own_rows else Batches(data, batch_size, seed)
-            how = _finish(finish, batches, hybrid)
+            how, recalibration = _finish(finish, batches, hybrid), _recalibration(recalibrate, batches)
             first = tuple(a.on(home) for a in to_pair(batches.first()))
             bare = replace(to_pair, wanted=False)
             recorded = first if example is None else tuple(a.on(home) for a in bare(example))
@@ -198,7 +198,7 @@ def distill(
                 start,
                 moves.look if may_move else None,
                 None if validate is None else Validation.of(validate, bool(logits)),
-                _RECALIBRATION if recalibrate is True else int(recalibrate),
+                recalibration,
                 tuple(callbacks),
             )
             trained = train(task, program, group, progress)
@@ -236,14 +236,28 @@ def _finish(given: Any, batches: Batches, hybrid: bool) -> Finish | None:
             given="finish= and hybrid=True",
             do="leave one of them out",
         )
+    _check_again("finish", batches)
+    return how
+
+
+def _recalibration(given: Any, batches: Batches) -> int:
+    """Batches from which batch norms take their statistics in the end."""
+    count = _RECALIBRATION if given is True else given
+    if not isinstance(count, int) or count < 0:
+        raise InputError("recalibrate= is no count.", given=repr(given), expected="True, False or a number of batches")
+    if count:
+        _check_again("recalibrate", batches)
+    return int(count)
+
+
+def _check_again(what: str, batches: Batches) -> None:
     if batches.one_shot:
         raise InputError(
-            "The data can be read once only, and finish= reads it again.",
+            f"The data can be read once only, and {what}= reads it again.",
             given=type(batches.data).__name__,
             expected="data that can be read once per epoch",
             do="pass a DataLoader, Dataset or list",
         )
-    return how
 
 
 def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None) -> AbstractContextManager[Group]:

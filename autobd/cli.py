@@ -93,13 +93,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--steps", type=int)
     train.add_argument("--lr", type=float, default=1e-3)
     train.add_argument(
+        "--block-input", choices=["teacher", "student", "teacher-then-student"], default="teacher",
+        help="whose boundary a student block is given",
+    )  # fmt: skip
+    train.add_argument("--precision", choices=["bf16", "fp16"], help="run blocks under autocast")
+    train.add_argument("--validate", metavar="SPEC", help="like --data: data, or a Validation, to judge it by")
+    train.add_argument("--recalibrate", action="store_true", help="give batch norms the student's own statistics")
+    train.add_argument("--finish", type=int, metavar="EPOCHS", help="then train the whole student end to end")
+    train.add_argument(
         "--devices", default="auto", help='a number, or names with commas: "2", "cuda:0,cuda:1" (default: all GPUs)'
     )
     train.add_argument("--strategy", default="auto", help=", ".join(STRATEGIES))
     train.add_argument("--threads", type=int, help="of each rank on a CPU (default: the cores, shared evenly)")
     train.add_argument("--timeout", type=float, default=300.0, help="seconds after which a silent rank is an error")
     train.add_argument("--seed", type=int, default=0)
-    train.add_argument("--output", metavar="FILE", help="write the student's state_dict here")
+    train.add_argument("--output", metavar="FILE", help="write the student's weights here, to .pt or .safetensors")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
 
     timed.add_argument("--devices", default="auto", help="as for distill")
@@ -203,7 +211,13 @@ def _devices(text: str) -> str | int | list[str]:
 def _distill(options: argparse.Namespace) -> None:
     teacher, student = load_model(options.teacher), load_model(options.student)
     data = load(options.data) if options.data else None
-    recipe = Recipe(lr=options.lr, epochs=1 if options.epochs is None else options.epochs, steps=options.steps)
+    recipe = Recipe(
+        lr=options.lr,
+        epochs=1 if options.epochs is None else options.epochs,
+        steps=options.steps,
+        block_input=options.block_input,
+        precision=options.precision,
+    )
     result = distill(
         teacher,
         student,
@@ -219,12 +233,15 @@ def _distill(options: argparse.Namespace) -> None:
         cuts=_cuts(options),
         **_adapted(options),
         init=options.init,
+        validate=None if options.validate is None else load(options.validate),
+        recalibrate=options.recalibrate,
+        finish=options.finish,
         seed=options.seed,
         progress=not options.quiet,
     )
     print(result)
     if options.output:
-        torch.save(result.student.state_dict(), options.output)
+        result.save(options.output)
         print(f"\nstudent written to {options.output}")
 
 

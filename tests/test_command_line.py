@@ -24,6 +24,10 @@ def net(width=8, name="x"):
 def data():
     return [torch.randn(4, 6) for _ in range(3)]
 
+def held_out():
+    import autobd
+    return autobd.Validation([torch.randn(4, 6)], {"size": lambda output, targets: output.abs().mean()})
+
 number = 3
 """
 
@@ -94,6 +98,18 @@ def test_distill_trains_and_writes_the_student(models, capsys, tmp_path):
     assert main([*command, "--output", str(out)]) == 0
     assert "6 steps, 2 epochs" in capsys.readouterr().out
     load_model(f"{models}:net").load_state_dict(torch.load(out, weights_only=True))
+
+
+def test_distill_judges_and_finishes(models, capsys, tmp_path):
+    from safetensors.torch import load_file
+
+    out = tmp_path / "student.safetensors"
+    command = ["distill", f"{models}:net,width=32", f"{models}:net", "--data", f"{models}:data", "--quiet"]
+    more = ["--validate", f"{models}:held_out", "--finish", "1", "--block-input", "student", "--precision", "bf16"]
+    assert main([*command, *more, "--output", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("assembled", "finished", "teacher", "end to end: 3 steps"))
+    load_model(f"{models}:net").load_state_dict(load_file(out))
 
 
 def test_an_error_is_one_message_and_status_1(models, capsys):

@@ -177,6 +177,15 @@ def test_validation_that_makes_no_sense(validate, message):
         distilled(devices=1, validate=validate())
 
 
+@pytest.mark.parametrize(
+    ("recalibrate", "data", "message"),
+    [(-1, None, "no count"), ("yes", None, "no count"), (2, iter(batches()), "read once only")],
+)
+def test_recalibration_that_makes_no_sense(recalibrate, data, message):
+    with pytest.raises(InputError, match=message):
+        distilled(data=data, devices=1, recalibrate=recalibrate)
+
+
 def test_data_alone_is_not_enough_for_what_is_no_classifier():
     with pytest.raises(InputError, match="does not say what to measure"):
         distilled(devices=1, recipe=Recipe(logits=False))
