@@ -13,6 +13,7 @@ import inspect
 import pkgutil
 import random
 import re
+import warnings
 
 import torch
 from ladder import Workload, arguments, end_to_end, judged, ladder
@@ -28,6 +29,17 @@ PACKAGES = ["torch", "torchvision", "timm", "transformers", "numpy", "json", "lo
 
 def sentences(count, seed=0):
     """Sentences of documentation strings, in a fixed random order, none twice."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is deprecated in the packages
+        every = sorted(documented())
+    random.Random(seed).shuffle(every)
+    if len(every) < count:
+        raise SystemExit(f"only {len(every)} sentences were found, {count} were asked for")
+    return every[:count]
+
+
+def documented():
+    """The sentences themselves."""
     found = {}
     for name in PACKAGES:
         package = importlib.import_module(name)
@@ -51,11 +63,7 @@ def sentences(count, seed=0):
                     words = " ".join(sentence.split())
                     if 5 <= len(words.split()) <= 40 and re.fullmatch(r"[\w\s,.;:'()\-/]+", words):
                         found[words] = None
-    every = sorted(found)
-    random.Random(seed).shuffle(every)
-    if len(every) < count:
-        raise SystemExit(f"only {len(every)} sentences were found, {count} were asked for")
-    return every[:count]
+    return found
 
 
 class Encoder(nn.Module):
