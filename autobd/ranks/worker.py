@@ -8,6 +8,7 @@ import select
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,6 +24,7 @@ from .waiting import Lost, Patience
 
 Job = Callable[[Peers], Any]
 _LOOK = 1.0  # seconds between two looks at whether the caller lives
+_DYING = 1.0  # seconds that a caller may take to be gone
 
 
 def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, store: Any) -> None:
@@ -68,8 +70,11 @@ def main() -> None:
     store = DirectoryStore(settings["directory"])
     try:
         serve(rank, devices, settings["timeout"], Groups(rank, store, loopback=True), store)
-    except BaseException:
+    except BaseException as error:
         sys.stderr.flush()
+        end = time.monotonic() + (_DYING if isinstance(error, Lost) else 0.0)
+        while os.getppid() == settings["caller"] and time.monotonic() < end:
+            time.sleep(0.01)  # a process that dies lets go of its connections before it is gone
         if os.getppid() != settings["caller"]:
             _leave(settings)
         os._exit(1)  # the caller prints the report; other threads may be waiting in C++
@@ -109,5 +114,9 @@ def _leave_with_the_caller(source: Any, settings: dict[str, Any]) -> None:
 
 def _leave(settings: dict[str, Any]) -> None:
     """End without a caller, and clear up what it would have cleared up."""
-    shutil.rmtree(settings["directory"], ignore_errors=True)
+    for _ in range(20):  # another rank may be writing its report there, or clearing up, too
+        shutil.rmtree(settings["directory"], ignore_errors=True)
+        if not os.path.exists(settings["directory"]):
+            break
+        time.sleep(0.01)
     os._exit(2)
