@@ -149,8 +149,7 @@ class Evaluation(Work):
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
-            for s in self.students.values():  # blocks for other sizes, over the same modules
-                s.part.module.training = True
+            self.rank.set_modes()
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

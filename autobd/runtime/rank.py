@@ -75,6 +75,11 @@ class Rank(Work):
         for student in self.students.values():
             student.learner.set_rate(header.progress)
 
+    def set_modes(self) -> None:
+        """Students as they are trained, for all sizes of inputs."""
+        for parts in self._forms.values():
+            _set_modes(parts)
+
     def resize(self, sizes: int) -> bool:
         """Go over to the blocks for inputs' sizes of this number; returns whether these are others."""
         if sizes == self._sizes:

@@ -77,6 +77,39 @@ def test_judging_changes_nothing(strategy):
     assert with_it.history.losses == without.history.losses
 
 
+class Dropped(nn.Module):
+    """Dropout by the module's own flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.mix(x), 0.5, self.training)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_judging_changes_nothing_where_sequences_have_several_lengths(devices):
+    def model(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(*(Dropped() for _ in range(3)))
+
+    def sequences(lengths, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(4, n, 6, generator=generator) for n in lengths]
+
+    found = []
+    for lengths in ((), (5, 3, 4), (3, 4, 5)):
+        validate = Validation(sequences(lengths, 1), {"size": lambda y, _: y.abs().mean()}) if lengths else None
+        result = autobd.distill(
+            model(0), model(1), sequences((3, 4, 3, 4), 2), cuts=CUTS, devices=devices, strategy="tr+dpu", threads=1,
+            epochs=3, validate=validate, profile="analytic", progress=False, replan=False,
+        )  # fmt: skip
+        found.append(result.history.losses)
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.timeout(120)
 def test_metrics_see_every_row_once_and_in_order():
     class Rows:
