@@ -27,14 +27,24 @@ def generate(instructions: Sequence[Instruction], rank: int, own_input: bool = F
             names = [*names, f"part={instruction.microbatch}"]
         call = f"rank.{instruction.op.value}({', '.join([*given, *names])})"
         lines.append(f"    {result} = {call}" if result else f"    {call}")
-        later = {n for after in reads[position + 1 :] for n in after} | {w for w in writes[position + 1 :] if w}
         own = dict.fromkeys([*reads[position], *([result] if result else [])])
-        dead = [n for n in own if n not in later and n not in ("None", "batch")]
+        after = range(position + 1, len(instructions))
+        dead = [n for n in own if n not in ("None", "batch") and not _read_next(n, after, reads, writes)]
         if dead and position < len(instructions) - 1:
             lines.append(f"    del {', '.join(dead)}")
     if len(lines) == 1:
         lines.append("    pass")
     return "\n".join(lines) + "\n"
+
+
+def _read_next(name: str, positions: range, reads: list[list[str]], writes: list[str | None]) -> bool:
+    """Whether the value that `name` has is read at one of the positions, before another takes its place."""
+    for position in positions:
+        if name in reads[position]:
+            return True
+        if writes[position] == name:
+            return False
+    return False
 
 
 def _reads(instruction: Instruction, own_input: bool, loaded: bool) -> list[str]:
