@@ -44,13 +44,14 @@ class Evaluation(Work):
         self.end = end + rank.peers.size
         self._counts = [0] * len(self.receivers)
         self.works = bool(program.ranks[self.number])
+        self._in_use = False  # whether the student's blocks are set as they will be used
         self._quiet = False  # nobody wants the outputs
 
     def begin(self, header: Header) -> None:
         """Start a step."""
-        if self.rank.resize(header.sizes):
+        if self.rank.resize(header.sizes) and self._in_use:
             for s in self.students.values():
-                s.part.module.eval()
+                s.part.module.training = False  # its layers are those of the other sizes, and set already
         self.parts = self.rank.parts
         super().begin(header)
 
@@ -144,9 +145,11 @@ class Evaluation(Work):
         before = [m.training for m in modules]
         for s in self.students.values():
             s.part.module.eval()
+        self._in_use = True
         try:
             yield
         finally:
+            self._in_use = False
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
             self.rank.set_modes()
