@@ -30,11 +30,23 @@ from .program import build
 from .ranks import Group
 from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
-from .recipe import Finish, Recipe
+from .recipe import Finish, Recipe, check_tied
 from .runtime import statistics_note
-from .training import Batches, Moves, OwnRows, Task, ToPair, Validation, check_like, random_batches, train, train_whole
-
-_RECALIBRATION = 50  # batches
+from .training import (
+    Batches,
+    Moves,
+    OwnRows,
+    Task,
+    ToPair,
+    Validation,
+    asked_finish,
+    asked_recalibration,
+    check_batch,
+    check_like,
+    finishing,
+    random_batches,
+    train,
+)
 
 
 def distill(
@@ -91,7 +103,7 @@ def distill(
             faster (not with a `Plan` of one's own, or modules that are kept whole). A note tells of it. What is
             computed stays the same, but for batch norms and dropout of blocks whose batch is then split otherwise.
         threads: of each rank on a CPU; default: the cores, shared evenly.
-        timeout: seconds after which a rank that does not answer is an error.
+        timeout: seconds after which a rank that does not answer is an error. Ranks also wait for callbacks and metrics.
         recipe: loss, optimizer, learning rate and length; `epochs` overrides the same field.
         batch_size: rows per batch, for a dataset or tensor.
         example: inputs to record the models with, at any batch size; default: the first batch.
@@ -126,6 +138,8 @@ def distill(
         )
     if init not in (None, "teacher"):
         raise InputError("init= names no way to start.", given=repr(init), expected='"teacher" or None')
+    if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Sequence):
+        raise InputError("callbacks= is no list.", given=type(callbacks).__name__, do="pass [callback]")
     recipe = recipe or Recipe()
     if epochs is not None:
         recipe = replace(recipe, epochs=epochs)
@@ -164,14 +178,17 @@ def distill(
                 )
                 warnings.warn(notes[-1], stacklevel=2)
             batches = OwnRows(data, batch_size, seed, to_pair) if own_rows else Batches(data, batch_size, seed)
-            how, recalibration = _finish(finish, batches, hybrid), _recalibration(recalibrate, batches)
-            first = tuple(a.on(home) for a in to_pair(batches.first()))
+            how, recalibration = asked_finish(finish, batches, hybrid), asked_recalibration(recalibrate, batches)
+            batch = batches.first()
+            first = tuple(a.on(home) for a in to_pair(batch))
             bare = replace(to_pair, wanted=False)
             recorded = first if example is None else tuple(a.on(home) for a in bare(example))
             found = as_asked(recorded)
             recipe.frozen(name for name, _ in student.named_parameters())
-            for block in range(len(found)):
-                recipe.for_block(block, len(found), found.logits)
+            of_block = [recipe.for_block(block, len(found), found.logits) for block in range(len(found))]
+            for tie in found.ties:
+                if tie.together:
+                    check_tied([of_block[b] for b in tie.blocks])
             verification = found.verify()
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
@@ -188,6 +205,9 @@ def distill(
             moves = Moves(found, costs, chosen.strategy if isinstance(strategy, Plan) else strategy)
             # Modules kept whole may have state of their own, which stays where it is.
             may_move = replan and group.size > 1 and isinstance(strategy, str) and not found.student.opaque
+            validation = None if validate is None else Validation.of(validate, bool(logits))
+            if validation is not None:
+                validation.check(lambda batch: check_batch(bare(batch), found))
             task = Task(
                 found,
                 recipe,
@@ -197,13 +217,16 @@ def distill(
                 verification.teacher_writes,
                 start,
                 moves.look if may_move else None,
-                None if validate is None else Validation.of(validate, bool(logits)),
+                validation,
                 recalibration,
                 tuple(callbacks),
             )
+            last = None if how is None else finishing(task, how, batch, group.cluster)
+            if last is not None:
+                notes += filter(None, [statistics_note(last[0].split, last[1].plan)])
             trained = train(task, program, group, progress)
-            if how is not None:
-                finished = train_whole(task, how, first[0].rows, group, progress).history
+            if last is not None:
+                finished = train(*last, group, progress).history
                 trained.history.finish = finished
                 trained.history.scores += finished.scores
         done = Distilled(
@@ -220,44 +243,6 @@ def distill(
         if isinstance(group, Joined):
             group.share(Shared.of(done, recorded, trained.maps))
     return replace(done, hybrid=hybrid_student(found, student, trained.maps))
-
-
-def _finish(given: Any, batches: Batches, hybrid: bool) -> Finish | None:
-    """How to finish; refused before anything is trained."""
-    counted = isinstance(given, int) and not isinstance(given, bool)
-    how = Finish(given) if counted else given
-    if how is None:
-        return None
-    if not isinstance(how, Finish):
-        raise InputError("finish= is no way to finish.", given=repr(how), expected="Finish(...), or a number of epochs")
-    if hybrid:
-        raise InputError(
-            "A student with adapters cannot be finished end to end.",
-            given="finish= and hybrid=True",
-            do="leave one of them out",
-        )
-    _check_again("finish", batches)
-    return how
-
-
-def _recalibration(given: Any, batches: Batches) -> int:
-    """Batches from which batch norms take their statistics in the end."""
-    count = _RECALIBRATION if given is True else given
-    if not isinstance(count, int) or count < 0:
-        raise InputError("recalibrate= is no count.", given=repr(given), expected="True, False or a number of batches")
-    if count:
-        _check_again("recalibrate", batches)
-    return int(count)
-
-
-def _check_again(what: str, batches: Batches) -> None:
-    if batches.one_shot:
-        raise InputError(
-            f"The data can be read once only, and {what}= reads it again.",
-            given=type(batches.data).__name__,
-            expected="data that can be read once per epoch",
-            do="pass a DataLoader, Dataset or list",
-        )
 
 
 def _ranks(devices: Any, home: torch.device, timeout: float, threads: int | None) -> AbstractContextManager[Group]:
@@ -284,6 +269,7 @@ def _telling(group: Group) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(group, Joined) and not group.broken:
-            group.share(error)
+        if isinstance(group, Joined):
+            tell = group.tell if group.broken else group.share
+            tell(error)
         raise

@@ -8,30 +8,13 @@ python examples/compress_vgg16.py --images PATH        # folders PATH/train and 
 import torch
 import torchvision
 from ladder import Workload, arguments, end_to_end, judged, ladder
-from torch import nn
+from models import depthwise, vgg
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
 
 import autobd
 from autobd.demo import digits
-
-
-def vgg(classes):
-    """VGG-16 for small images: one linear layer behind the convolutions."""
-    model = torchvision.models.vgg16_bn()
-    model.avgpool, model.classifier = nn.Identity(), nn.Linear(512, classes)
-    return model
-
-
-def depthwise(model):
-    """Every 3x3 convolution but the first as a depthwise and a pointwise one."""
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.Conv2d) and layer.in_channels > 3:
-                a, b = layer.in_channels, layer.out_channels
-                parent.add_module(name, nn.Sequential(nn.Conv2d(a, a, 3, padding=1, groups=a), nn.Conv2d(a, b, 1)))
-    return model
 
 
 def data(options):

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 import torchvision
+from models import depthwise, vgg
 from tabulate import tabulate
 from torch import nn
 from torchvision.models.mobilenetv2 import InvertedResidual
@@ -83,28 +84,19 @@ def supernet(small):
     return model
 
 
-def vgg(small):
-    model = torchvision.models.vgg16_bn()
-    if small:
-        model.avgpool, model.classifier = nn.Identity(), nn.Linear(512, 10)
-    return model
+def teacher_vgg(small):
+    return vgg(10 if small else 1000, small)
 
 
-def depthwise(small):
-    model = vgg(small)
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.Conv2d) and layer.in_channels > 3:
-                a, b = layer.in_channels, layer.out_channels
-                parent.add_module(name, nn.Sequential(nn.Conv2d(a, a, 3, padding=1, groups=a), nn.Conv2d(a, b, 1)))
-    return model
+def student_vgg(small):
+    return depthwise(teacher_vgg(small))
 
 
 WORKLOADS = {  # teacher, student, pixels, blocks
     "NAS, CIFAR-10": (mobilenet, supernet, 32, 6),
     "NAS, ImageNet": (mobilenet, supernet, 224, 6),
-    "compression, CIFAR-10": (vgg, depthwise, 32, 6),
-    "compression, ImageNet": (vgg, depthwise, 224, 6),
+    "compression, CIFAR-10": (teacher_vgg, student_vgg, 32, 6),
+    "compression, ImageNet": (teacher_vgg, student_vgg, 224, 6),
 }
 
 

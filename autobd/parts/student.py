@@ -62,6 +62,7 @@ class Student:
         self.learns = True  # whether the output depends on the weights in this step
         self.weight = 1.0  # the share of the batch's rows
         self._zero = torch.zeros((), device=like.device)
+        self.rests = False  # it is not trained any more
         self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the batches of a step
         self.train_too({})
         self.begin()
@@ -110,7 +111,7 @@ class Student:
         self.output = None
         self.teacher_norm = self._zero
         self.range: tuple[Tensor, Tensor] | None = None  # of what the block was given, where that may be asked for
-        if self.recipe.non_finite == "skip" and not self.learner.pending:
+        if self.rests or (self.recipe.non_finite == "skip" and not self.learner.pending):
             self._buffers = [(b, b.clone()) for b in self.part.module.buffers()]
         self._losses: list[tuple[float, Tensor, Tensor]] = []  # of each microbatch: weight, loss, relative error
         self._outputs: list[tuple[Tensor, ...]] = []
@@ -193,16 +194,25 @@ class Student:
 
     def step(self) -> None:
         """A batch's gradients are whole: step if that is due; where they are not finite and are to be skipped, as if
-        the batch had not been."""
-        skipped = self.learner.skipped
-        self.learner.update()
-        if self.learner.skipped > skipped:
-            self._restore()
+        the batches of the step had not been."""
+        self._after(self.learner.update)
 
-    def _restore(self) -> None:
+    def finish(self) -> None:
+        """Step with what is left of the batches before."""
+        self._after(self.learner.finish)
+
+    def put_back(self) -> None:
+        """Give the buffers the values that they had before the batches of the step."""
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
+
+    def _after(self, step: Callable[[], None]) -> None:
+        skipped = self.learner.skipped
+        step()
+        if self.learner.skipped == skipped:
+            return
+        self.put_back()
         if self.normalisers is not None and not all(bool(n.isfinite()) for n in self.normalisers):
             self.normalisers = None
 

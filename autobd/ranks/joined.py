@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..cluster import Cluster
 from ..errors import InputError, RankError
-from .control import receive_bytes, send_bytes
+from .control import Report, post, posted, receive_bytes, send_bytes
 from .group import Group
 from .peers import ALL, Groups
 from .pickling import dumps, loads
@@ -67,11 +67,21 @@ class Joined(Group):
         if self.threads:
             torch.set_num_threads(self.threads)
         try:
-            serve(self.rank, self.cluster.devices, self.timeout, self._groups, self._store)
+            serve(self.rank, self.cluster.devices, self.timeout, self._groups, self._store, self._has_failed)
         except (Lost, RuntimeError) as error:
+            if (report := posted(self._store, 0)) is not None:
+                raise report.as_error(0, "the one that calls") from None
             raise RankError(f"Rank {self.rank} lost the others.", given=str(error)) from error
         finally:
             torch.set_num_threads(threads)
+
+    def tell(self, error: Exception) -> None:
+        """On rank 0: let the other ranks, which may be waiting for it, end with this error."""
+        post(self._store, 0, Report.of(error))
+
+    def _has_failed(self) -> None:
+        if posted(self._store, 0) is not None:
+            raise Lost("rank 0 has failed")
 
     def _kept(self) -> tuple[Groups, int]:
         """The process groups of the calls before this one, and how many runs they have had; new ones if they are no

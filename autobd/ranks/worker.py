@@ -27,8 +27,19 @@ _LOOK = 1.0  # seconds between two looks at whether the caller lives
 _DYING = 1.0  # seconds that a caller may take to be gone
 
 
-def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, store: Any) -> None:
-    """Run jobs until rank 0 sends an empty one. An error is left for rank 0 to find, and raised."""
+def serve(
+    rank: int,
+    devices: Sequence[str],
+    timeout: float,
+    groups: Groups,
+    store: Any,
+    alarm: Callable[[], None] = lambda: None,
+) -> None:
+    """Run jobs until rank 0 sends an empty one. An error is left for rank 0 to find, and raised.
+
+    Arguments:
+        alarm: called now and then while a job waits; raises Lost if it waits in vain.
+    """
     try:
         control = groups(ALL, range(len(devices)), "gloo")
         while data := _next(control):
@@ -36,7 +47,7 @@ def serve(rank: int, devices: Sequence[str], timeout: float, groups: Groups, sto
             run, given, job = loads(data)
             apply(given)
             del data
-            peers = Peers(rank, devices, Patience(timeout), groups, run)
+            peers = Peers(rank, devices, Patience(timeout, alarm), groups, run)
             with memory_kept(peers.device):
                 result = job(peers)
             peers.close()

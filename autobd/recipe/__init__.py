@@ -1,6 +1,6 @@
 """What blocks are trained with."""
 
-from .block_recipe import BlockRecipe
+from .block_recipe import BlockRecipe, check_tied
 from .finish import Finish
 from .losses import KL, MSE, CosineDistance, RelativeL1, Weighted
 from .recipe import Recipe
@@ -18,4 +18,5 @@ __all__ = [
     "Schedule",
     "TargetLoss",
     "Weighted",
+    "check_tied",
 ]

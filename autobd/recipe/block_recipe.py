@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ..errors import InputError
 from .losses import Loss
 from .target_loss import TargetLoss
 
@@ -59,6 +60,18 @@ class BlockRecipe:
     def lr_at(self, progress: float) -> float:
         return float(self.lr(self.block, progress)) if callable(self.lr) else float(self.lr)
 
+    @staticmethod
+    def _chosen(groups: Groups, name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+        found = groups(name, parameter)
+        if found is not None and (not isinstance(found, Mapping) or {"lr", "params"} & set(found)):
+            raise InputError(
+                f"Recipe.groups gives no options for {name}.",
+                given=repr(found),
+                expected='a mapping without "lr" and "params", or None',
+                do='use "lr_scale", which multiplies the rate of the recipe',
+            )
+        return found or {}
+
     def _grouped(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
         """Groups of parameters with equal options."""
         groups: list[dict[str, Any]] = []
@@ -67,10 +80,28 @@ class BlockRecipe:
             if self.weight_decay is not None:
                 options["weight_decay"] = self.weight_decay if parameter.ndim > 1 else 0.0
             if self.groups is not None:
-                options |= self.groups(name, parameter) or {}
+                options |= self._chosen(self.groups, name, parameter)
             own = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == options), None)
             if own is None:
                 groups.append({"params": [parameter], **options})
             else:
                 own["params"].append(parameter)
         return groups
+
+
+def check_tied(recipes: Sequence[BlockRecipe]) -> None:
+    """Refuse what blocks that train a weight together cannot have. Errors: InputError."""
+    blocks, ways = [r.block for r in recipes], {(r.precision, r.accumulate) for r in recipes}
+    if len(ways) > 1:
+        raise InputError(
+            f"Blocks {blocks} train a weight together and differ in precision or accumulation.",
+            given=[(r.precision, r.accumulate) for r in recipes],
+            expected="the same for all of them",
+            do='give them the same, or ties="first"',
+        )
+    if recipes[0].precision == "fp16":
+        raise InputError(
+            f"Blocks {blocks} train a weight together, and in fp16 each scales its gradients by itself.",
+            given="precision='fp16'",
+            do='use "bf16", or ties="first"',
+        )

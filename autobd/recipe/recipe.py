@@ -57,7 +57,7 @@ class Recipe:
         stop_at*: relative loss of an epoch at which a block is left as it is.
         keep_best: give each block the weights of the epoch in which its relative loss was least.
         freeze: parts of the student that are not trained: patterns of parameter names ("stem.*", as in a shell; the
-            path of a module stands for all in it), or a callable from a name to whether.
+            path of a module stands for all in it), or a callable from a name to whether. Running statistics go on.
         target_loss: a loss of the last block against the data's targets, beside the teacher's output: "ce", or a
             `TargetLoss`.
         epochs: passes over the data.
@@ -140,6 +140,12 @@ class Recipe:
             chosen["loss"] = KL(self.temperature) if is_logits and block == blocks - 1 else MSE()
         against = self.target_loss if isinstance(self.target_loss, TargetLoss) and block == blocks - 1 else None
         return BlockRecipe(block, **chosen, target_loss=against)
+
+    @property
+    def follows_progress(self) -> bool:
+        """Whether something changes with the progress of the training."""
+        rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
+        return any(map(callable, rates)) or self.block_input not in ("teacher", "student")
 
     def own_input(self, progress: float) -> float:
         """How much of a block's input is the student's own at `progress` (0 to 1) through the training. Errors:

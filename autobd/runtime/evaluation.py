@@ -45,7 +45,7 @@ class Evaluation(Work):
         self._counts = [0] * len(self.receivers)
         self.works = bool(program.ranks[self.number])
         self._in_use = False  # whether the student's blocks are set as they will be used
-        self._quiet = False  # nobody wants the outputs
+        self._seen: dict[int, int] | None = None  # rows by block, where statistics are taken of them
 
     def begin(self, header: Header) -> None:
         """Start a step."""
@@ -61,6 +61,9 @@ class Evaluation(Work):
         if boundary is None if block else inputs is None or inputs.student is None:
             return None
         student = self.students[block]
+        if self._seen is not None:
+            first, last = self.rows(self.assignment[block], self.number)
+            self._seen[block] += last - first
         given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in student.part.inputs]
         entering = [self.maps.enter(block, i, t) for i, t in enumerate(boundary or ())]
         with torch.no_grad():
@@ -73,13 +76,13 @@ class Evaluation(Work):
 
     def output(self, block: int, boundary: Boundary | None) -> None:
         """Send the model's output to the rank that calls."""
+        if self._seen is not None:  # nobody wants the outputs
+            return
         first, last = self.rows(self.assignment[block], self.number)
         header = Header(self.header.kind, self.header.step, self.header.batch, first, last)
-        if self._quiet:
-            return
         tensors = list(boundary or ()) if first < last else []
         if self.number == 0:
-            self.outputs.append((header, tensors))
+            self.outputs.append((header, [t.clone() for t in tensors]))  # a received one is soon overwritten
         for sender in self.senders:
             sender.send(header, tensors)
 
@@ -132,12 +135,12 @@ class Evaluation(Work):
                 m.reset_running_stats()
                 m.momentum = None
                 m.train()
-            self._quiet = True
+            self._seen = seen = dict.fromkeys(self.students, 0)
             yield
-            self._quiet = False
+            self._seen = None
             for (block, m), momentum in zip(norms, momenta, strict=True):
                 m.momentum = momentum
-                self._share(block, [m.running_mean, m.running_var], weigh=True)
+                self._pool(block, m, seen[block])
 
     @contextmanager
     def _in_eval(self) -> Iterator[None]:
@@ -177,7 +180,7 @@ class Evaluation(Work):
         buffers = {b: list(self.students[b].part.module.buffers()) for b in shared}
         before = {b: [t.clone() for t in own] for b, own in buffers.items()}
         for b, own in buffers.items():
-            self._share(b, own, weigh=False)
+            self._take_firsts(b, own)
         try:
             yield
         finally:
@@ -185,16 +188,23 @@ class Evaluation(Work):
                 for t, value in zip(own, before[b], strict=True):
                     t.copy_(value)
 
-    def _share(self, block: int, tensors: list[Any], weigh: bool) -> None:
-        """Give all replicas of a block the first one's values, or with `weigh` the mean of all."""
+    def _take_firsts(self, block: int, tensors: list[Tensor]) -> None:
+        """Give all replicas of a block the values of the first one."""
         number = self.rank.assignment[block]
-        if number not in self.rank.reducers or not tensors:
-            return
-        ranks = self.rank.program.plan.assignments[number].ranks
-        with torch.no_grad():
+        if self.rank.program.plan.assignments[number].ranks[0] != self.number:
             for t in tensors:
-                if weigh:
-                    t /= len(ranks)
-                elif ranks[0] != self.number:
-                    t.zero_()
+                t.zero_()
         self.rank.reducers[number](tensors).result(self.peers.patience)
+
+    def _pool(self, block: int, norm: Any, rows: int) -> None:
+        """Give all replicas of a block the statistics of what they have seen together; this one has seen `rows`."""
+        number = self.rank.assignment[block]
+        if number not in self.rank.reducers:
+            return
+        mean, variance = norm.running_mean, norm.running_var
+        seen = torch.full((1,), float(rows), dtype=mean.dtype, device=mean.device)
+        sums = [seen, mean * rows, (variance + mean.square()) * rows]
+        self.rank.reducers[number](sums).result(self.peers.patience)
+        total = sums[0].clamp(min=1)
+        mean.copy_(sums[1] / total)
+        variance.copy_((sums[2] / total - mean.square()).clamp(min=0))

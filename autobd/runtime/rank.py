@@ -51,6 +51,7 @@ class Rank(Work):
         self.maps = ChannelMaps({b: (s.before, s.behind) for b, s in students.items()}, like)
         for block, student in self.students.items():
             student.train_too(self.maps.trained_with(block))
+            student.rests = block in program.stopped
             if states and block in states:
                 student.go_on(states[block])
         _set_modes(self.parts)
@@ -136,7 +137,7 @@ class Rank(Work):
             if number in self.reducers:
                 parameters = list(self.students[block].learner.parameters.values())
                 GradientSum(parameters, self.reducers[number]).finish(self.peers)
-            self.students[block].learner.finish()
+            self.students[block].finish()
 
     def trained(self) -> dict[str, Tensor]:
         """What training has changed, of the blocks whose first replica this is: tensors by their keys in the student,

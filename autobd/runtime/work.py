@@ -104,6 +104,8 @@ class Work(Exchange):
             loss = student.forward(entering, given, targets, leave, where, split, labels)
         if self.program.own_input:
             student.keep()
+        if student.rests:
+            student.put_back()
         return loss
 
     def student_boundary(self, block: int) -> Boundary | None:

@@ -1,14 +1,15 @@
 """Epochs: data, the training loop, history."""
 
+from .asked import asked_finish, asked_recalibration
 from .callbacks import Callback, Run
 from .data import Batches, random_batches
-from .finish import train_whole
+from .finish import finishing
 from .history import History, Scored
 from .loop import write_back
 from .moves import Moves
 from .own_rows import OwnRows
 from .pair import ToPair
-from .sizes import check_like
+from .sizes import check_batch, check_like
 from .task import Task
 from .tensorboard import TensorBoard
 from .train import train
@@ -27,9 +28,12 @@ __all__ = [
     "ToPair",
     "Validation",
     "accuracy",
+    "asked_finish",
+    "asked_recalibration",
+    "check_batch",
     "check_like",
+    "finishing",
     "random_batches",
     "train",
-    "train_whole",
     "write_back",
 ]

@@ -10,8 +10,6 @@ from ..errors import CallbackError
 from ..planner import Plan
 from .history import History
 
-HOOKS = ("on_start", "on_step", "on_epoch", "on_end")
-
 
 @dataclass
 class Run:

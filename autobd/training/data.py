@@ -57,14 +57,15 @@ class Batches:
         self.data = data
         self.one_shot = iter(data) is data
         self._started: Iterator[Any] | None = None
+        self._counted: int | None = None  # in an epoch that was read to its end
 
     @property
     def length(self) -> int | None:
-        """Batches per epoch, where the data says so."""
+        """Batches per epoch, where the data says so or an epoch has shown it."""
         try:
             return len(self.data)  # type: ignore[arg-type]
         except TypeError:
-            return None
+            return self._counted
 
     def first(self) -> Any:
         """The first batch; the first epoch starts with it."""
@@ -80,14 +81,12 @@ class Batches:
 
     def epoch(self, number: int) -> Iterator[Any]:
         """The batches of one epoch. Errors: InputError if an iterator is already used up."""
-        if self._started is not None:
-            started, self._started = self._started, None
-            yield from started
-            return
+        started, self._started = self._started, None
         batches = 0
-        for batch in self.data:
+        for batch in self.data if started is None else started:
             batches += 1
             yield batch
+        self._counted = batches
         if not batches:
             kind = "an iterator that can be read once" if self.one_shot else type(self.data).__name__
             raise InputError(

@@ -31,7 +31,6 @@ class Feed:
         self._in_epoch = 0
         self._left: Iterator[Any] | None = None  # of the epoch's batches
         self._order: list[list[int]] | None = None  # of the epoch, where ranks read their own rows
-        self._held: list[Any] = []  # a batch that was read and not used
 
     def rest(self, rank: Rank, peers: Peers) -> Iterator[tuple[Any, int | None]]:
         """What is left of the epoch. Where other ranks wait for it, each batch is read on another thread, so that a
@@ -65,19 +64,13 @@ class Feed:
         self.done += 1
         self._in_epoch += 1
 
-    def put_back(self, batch: Any) -> None:
-        """Let `rest` begin with this batch the next time."""
-        self._held = [batch]
-
     def end_epoch(self) -> None:
         self.epoch += 1
-        self._left, self._order, self._in_epoch, self._held = None, None, 0, []
+        self._left, self._order, self._in_epoch = None, None, 0
 
     def _whole(self) -> Iterator[tuple[Any, None]]:
         if self._left is None:
             self._left = self.batches.epoch(self.epoch)
-        while self._held:
-            yield self._held.pop(), None
         for batch in self._left:
             yield batch, None
 
@@ -86,6 +79,8 @@ class Feed:
         if self._order is None:
             self._order = self.batches.order()
         order = self._order[self._in_epoch :]
+        if not order:  # no step will ask for it
+            return
         for sender in rank.links.announce.values():
             sender.send(Header(STEP), [as_bytes(order)])
         spans = [rank.program.span(0, len(batch)) for batch in order]

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+from typing import Any
 
 from ..blocks import split
+from ..cluster import Cluster
 from ..costs import analytic
 from ..planner import plan
-from ..program import build
-from ..ranks import Group
+from ..program import Program, build
 from ..recipe import Finish
 from .own_rows import OwnRows
 from .task import Task
-from .train import Trained, train
 
 
-def train_whole(task: Task, how: Finish, batch_size: int, group: Group, progress: bool) -> Trained:
-    """Go on from what `task` has left in the student. Arguments: `batch_size`: rows of a whole batch.
+def finishing(task: Task, how: Finish, batch: Any, cluster: Cluster) -> tuple[Task, Program]:
+    """What to train, and by which program, once `task` is done.
 
-    Errors: PlanError where both models do not fit into a rank's memory; else as `train`.
+    Arguments:
+        batch: the first one.
+
+    Errors, before anything is trained: InputError for a batch without the targets that it needs, PlanError where both
+    models do not fit into a rank's memory.
     """
     old, recipe = task.split, how.recipe(task.recipe)
+    to_pair = replace(task.to_pair, wanted=recipe.target_loss is not None)
+    rows = to_pair(batch)[1].rows
     whole = split(
         old.teacher.model,
         old.student.model,
@@ -31,11 +36,7 @@ def train_whole(task: Task, how: Finish, batch_size: int, group: Group, progress
         logits=recipe.logits,
     )
     verification = whole.verify()
-    to_pair = replace(task.to_pair, wanted=recipe.target_loss is not None)
-    batches = task.batches
-    if isinstance(batches, OwnRows):
-        batches = copy.copy(batches)
-        batches.reader = replace(batches.reader, to_pair=to_pair)
+    batches = task.batches.later(to_pair) if isinstance(task.batches, OwnRows) else task.batches
     own = replace(
         task,
         split=whole,
@@ -49,6 +50,5 @@ def train_whole(task: Task, how: Finish, batch_size: int, group: Group, progress
         recalibrate=0,
         stage="finished",
     )
-    chosen = plan(analytic(whole, group.cluster, batch_size), "ir")
-    program = build(chosen, whole, own_rows=isinstance(batches, OwnRows), targets=to_pair.wanted)
-    return train(own, program, group, progress)
+    chosen = plan(analytic(whole, cluster, rows), "ir")
+    return own, build(chosen, whole, own_rows=isinstance(batches, OwnRows), targets=to_pair.wanted)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..parts import BlockState, Part, ShareLosses
+from ..parts.form import Form
 from ..planner import Plan
 from ..program import Program
 from ..ranks import EPOCH, STEP, Header, Peers, Sender
 from ..ranks.pickling import loads
 from ..runtime import Rank
+from .feed import as_bytes
 from .judge import PHASES, evaluations, serve
 from .own_rows import Reader, RowsOf
 
@@ -51,6 +53,26 @@ def blocks_run(plan: Plan, rank: int) -> list[int]:
     """The blocks of which a rank runs the teacher or the student."""
     own = [a for a in plan.assignments if rank in a.ranks]
     return sorted({b for a in own for b in (*a.blocks, *plan.teacher_blocks(a))})
+
+
+class Announcer:
+    """Gives other ranks their blocks for other sizes of inputs, before the first step that needs them there."""
+
+    def __init__(self, rank: Rank, job: Job) -> None:
+        self._rank, self._plan = rank, job.program.plan
+        self._forms: dict[int, Mapping[int, Form]] = {}
+        self._told: set[tuple[int, int]] = set()  # (rank, sizes)
+
+    def __call__(self, number: int, forms: Mapping[int, Form] | None, ranks: Iterable[int]) -> None:
+        """Arguments: `number`: of the sizes; `forms`: the blocks, where they are new; `ranks`: that take the step."""
+        if forms is not None:
+            self._forms[number] = forms
+            self._rank.learn(number, forms)
+        for rank in ranks:
+            if rank != 0 and number in self._forms and (rank, number) not in self._told:
+                self._told.add((rank, number))
+                own = {b: self._forms[number][b] for b in blocks_run(self._plan, rank)}
+                self._rank.links.announce[rank].send(Header(STEP, sizes=number), [as_bytes(own)])
 
 
 def jobs(
@@ -113,7 +135,9 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
             if phase == "done":
                 break
             if phase == "restore":
-                rank.restore(named(tensors))
+                values = named(tensors)
+                rank.restore(values)
+                rank.refresh(values)
                 continue
             serve(rank, by_model, phase)
             if phase == "recalibrate":

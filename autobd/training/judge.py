@@ -65,7 +65,7 @@ class Judge:
     """Rank 0's side.
 
     Arguments:
-        to_pair: as for `train`; `announce`: tells the other ranks of blocks for other sizes of inputs.
+        to_pair: as for `train`; `announce`: tells ranks of blocks for other sizes of inputs (see `Announcer`).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Judge:
         split: Split,
         sizes: Sizes,
         to_pair: Callable[[Any], Pair],
-        announce: Callable[[int, Mapping[int, Any]], None],
+        announce: Callable[[int, Any, Iterable[int]], None],
     ) -> None:
         self._rank, self._by_model, self._split, self._sizes = rank, by_model, split, sizes
         self._to_pair, self._announce = to_pair, announce
@@ -90,7 +90,8 @@ class Judge:
                 parts.setdefault(header.step, []).append((header, tensors))
             while first in parts and sum(h.last - h.first for h, _ in parts[first]) == parts[first][0][0].batch:
                 own = sorted((p for p in parts.pop(first) if p[1]), key=lambda p: p[0].first)
-                whole = [t[0] if len(t) == 1 else torch.cat(t) for t in zip(*(t for _, t in own), strict=True)]
+                here = [[t.to(self._rank.device) for t in tensors] for _, tensors in own]
+                whole = [t[0] if len(t) == 1 else torch.cat(t) for t in zip(*here, strict=True)]
                 scores.add(tuple(whole), waiting.pop(first))
                 first += 1
 
@@ -120,8 +121,7 @@ class Judge:
                 pair = self._to_pair(batch)
                 check_like(pair, self._split)
                 size, forms = self._sizes.of(pair)
-                if forms is not None:
-                    self._announce(size, forms)
+                self._announce(size, forms, [r for r, own in enumerate(evaluation.program.ranks) if own])
                 evaluation.begin(Header(STEP, number, pair[0].rows, sizes=size))
                 evaluation.perform(step, evaluation, pair)
                 then(number, batch)

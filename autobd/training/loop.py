@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from itertools import islice
 
 import torch
@@ -12,16 +11,15 @@ from torch import Tensor, nn
 
 from ..parts import BlockState
 from ..parts.channels import Place, between, plain_weights
-from ..parts.form import Form
 from ..program import Program, Trace, again
 from ..ranks import EPOCH, STEP, STOP, Header, Peers
 from ..runtime import Rank
 from .bars import Bars
 from .callbacks import Run, call
 from .collect import Collector
-from .feed import Feed, as_bytes
+from .feed import Feed
 from .history import History, Scored
-from .jobs import Job, blocks_run, by_name
+from .jobs import Announcer, Job, by_name
 from .judge import Judge, ask, evaluations
 from .sizes import Sizes, check_like
 from .stopping import Stopping
@@ -54,23 +52,18 @@ class Loop:
         task, feed, recipe = self.task, self.feed, self.task.recipe
         rank, step = job.start(peers), self.program.compile(0)
         sizes, collector = Sizes(task.split, self.program.batched), Collector(rank, len(task.split), self.history)
-        announce = partial(_announce, rank, job)
+        announce = Announcer(rank, job)
         by_model = evaluations(rank, job.evaluations)
         judge = Judge(rank, by_model, task.split, sizes, task.bare, announce) if by_model else None
         self.moves_to = None
-        while not self.ended and self.moves_to is None:
-            for batch, rows in feed.rest(rank, peers):
-                now = self._progress()
-                own = recipe.own_input(now)
-                if own > 0 and not self.program.own_input:
-                    feed.put_back(batch)
-                    self.moves_to = again(self.program, task.split, own_input=True)
-                    break
+        while self.moves_to is None and not (self.ended and feed.done):
+            for batch, rows in () if self._goes_over else feed.rest(rank, peers):
+                now = self._progress
                 pair = task.to_pair(batch)
                 check_like(pair, task.split)
                 number, forms = sizes.of(pair)
-                if forms is not None:
-                    announce(number, forms)
+                announce(number, forms, rank.links.announce)
+                own = recipe.own_input(now)
                 rank.begin(Header(STEP, feed.done, rows or pair[0].rows, progress=now, sizes=number, own=own))
                 rank.run(step, pair)
                 collector.add(feed.done, rank.finish_step())
@@ -78,13 +71,14 @@ class Loop:
                 self._tell_steps()
                 feed.used()
                 self.bars.show(self.history)
-                if feed.done == recipe.steps or self._run.stop:
+                if feed.done == recipe.steps or self._run.stop or self._goes_over:
                     break
             self._collect(rank, job, collector)
-            if self.moves_to is None:
-                self._end_epoch(rank, job, collector, judge)
-            else:
+            if self._goes_over:
+                self.moves_to = again(self.program, task.split, own_input=True)
                 ask(rank, "done")
+            else:
+                self._end_epoch(rank, job, collector, judge)
         self.trace = collector.trace()
         rank.links.pass_on(STOP, feed.done)
         wanted = [torch.zeros(1)] if self.moves_to else []
@@ -110,10 +104,15 @@ class Loop:
         """What a rank does, for errors."""
         return f"{self.program.plan.blocks_of(rank)}; rank 0 is at step {self.feed.done}"
 
+    @property
     def _progress(self) -> float:
-        if self.bars.total:
-            return self.feed.done / self.bars.total
-        return self.feed.epoch / self.task.recipe.epochs
+        """0 to 1 through the training; 0 where its length is not known, and nothing depends on it."""
+        return self.feed.done / self.bars.total if self.bars.total else 0.0
+
+    @property
+    def _goes_over(self) -> bool:
+        """Whether the next step gives blocks the student's own boundary, which this program does not bring them."""
+        return not self.program.own_input and self._progress < 1 and self.task.recipe.own_input(self._progress) > 0
 
     def _collect(self, rank: Rank, job: Job, collector: Collector) -> None:
         """Bring what training has changed together, between two steps."""
@@ -125,7 +124,6 @@ class Loop:
         for other in job.refreshed:
             if other != 0:
                 rank.links.announce[other].send(Header(EPOCH, self.feed.done), by_name(values))
-        self.maps = between(self.task.split, values)
 
     def _end_epoch(self, rank: Rank, job: Job, collector: Collector, judge: Judge | None) -> None:
         self.history.epoch_ends.append(self.feed.done)
@@ -133,17 +131,14 @@ class Loop:
         self.stopping.end_epoch(self.history, self.values)
         if len(self.stopping.stopped) == len(self.task.split):
             self._run.stop = True
-        if self.ended and (best := self.stopping.best()):
-            self.values |= best
-            ask(rank, "restore", by_name(best))
-            rank.restore(best)
-        self._write()
-        if judge is not None:
-            self._judge(judge, collector)
-        ask(rank, "done")
+        ended = self.ended
+        self._take_stock(rank, judge, collector)
         self.history.seconds = time.perf_counter() - self._started
         self.bars.show(self.history)
         self._tell("on_epoch")
+        if self.ended and not ended:  # by a callback
+            self._take_stock(rank, judge, collector)
+        ask(rank, "done")
         if self.ended:
             self._tell("on_end")
         self.moves_to = None if self.ended else self._next(collector)
@@ -155,9 +150,19 @@ class Loop:
             return task.replan(self.program, collector.trace(), stopped)
         return again(self.program, task.split, stopped=stopped) if stopped != self.program.stopped else None
 
+    def _take_stock(self, rank: Rank, judge: Judge | None, collector: Collector) -> None:
+        """Write the student and judge it; at the end with the best weights of its blocks."""
+        if self.ended:
+            self._keep_best(rank)
+        self._write()
+        if judge is not None:
+            self._judge(judge, collector)
+
     def _judge(self, judge: Judge, collector: Collector) -> None:
         task, validation = self.task, self.task.validation
-        if validation is not None and (self.ended or self.feed.epoch % validation.every == 0):
+        scored = self.history.of(task.stage)
+        done = scored and scored[-1].step == self.feed.done and not self.stopping.best()
+        if validation is not None and not done and (self.ended or self.feed.epoch % validation.every == 0):
             if task.stage == "assembled" and not self.history.of("teacher"):
                 self._note("teacher", judge.score(validation, "teacher", task.to_pair.targets_of))
             self._note(task.stage, judge.score(validation, "student", task.to_pair.targets_of))
@@ -181,17 +186,19 @@ class Loop:
     def _note(self, what: str, values: dict[str, float]) -> None:
         self.history.scores.append(Scored(what, self.feed.epoch, self.feed.done, values))
 
+    def _keep_best(self, rank: Rank) -> None:
+        """Go back to each block's best weights, on all ranks, where they are kept."""
+        if best := self.stopping.best():
+            self.values |= best
+            ask(rank, "restore", by_name(self.values))
+            rank.restore(self.values)
+            rank.refresh(self.values)
+
     def _write(self) -> None:
+        """Give the user's student what training has made."""
         split, values = self.task.split, self.values
+        self.maps = between(split, values)
         write_back({**self.task.start, **values, **plain_weights(split, values)}, split.student.model)
-
-
-def _announce(rank: Rank, job: Job, number: int, forms: Mapping[int, Form]) -> None:
-    """Give every rank its blocks for other sizes of inputs."""
-    rank.learn(number, forms)
-    for other, sender in rank.links.announce.items():
-        own = {b: forms[b] for b in blocks_run(job.program.plan, other)}
-        sender.send(Header(STEP, sizes=number), [as_bytes(own)])
 
 
 def write_back(values: Mapping[str, Tensor], target: nn.Module) -> None:

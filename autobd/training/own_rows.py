@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -60,6 +61,12 @@ class OwnRows(Batches):
             _Numbers(), batch_sampler=loader.batch_sampler, collate_fn=list, generator=loader.generator
         )
         self._drawn: Order | None = None
+
+    def later(self, to_pair: Callable[[Any], Pair]) -> OwnRows:
+        """The same data for a training after this one, with other pairs."""
+        other = copy.copy(self)
+        other.reader, other._drawn = replace(self.reader, to_pair=to_pair), None
+        return other
 
     def first(self) -> Any:
         self._drawn = list(self._order)

@@ -72,6 +72,13 @@ class ToPair:
             )
         return teacher, student, Arguments((found,))
 
+    def _inputs(self, batch: Sequence[Any]) -> int:
+        """How many entries of a batch are inputs."""
+        if all(function is not None for function in self.functions):
+            return 1
+        used = (len(Arguments.from_batch(batch, m, self.positional).args) for m in self.models)
+        return 1 if isinstance(batch[0], (tuple, list, Mapping)) else max(used)
+
     def targets_of(self, batch: Any) -> Tensor:
         """Errors: InputError for a batch without targets."""
         found: Any
@@ -80,7 +87,7 @@ class ToPair:
         elif isinstance(batch, Mapping):
             found = next((batch[name] for name in sorted(TARGET_NAMES) if name in batch), None)
         else:
-            found = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+            found = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > self._inputs(batch) else None
         if not isinstance(found, Tensor):
             raise InputError(
                 "A batch has no targets.",

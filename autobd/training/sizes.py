@@ -12,6 +12,7 @@ from ..blocks.resize import resized
 from ..errors import InputError
 from ..graph import Arguments
 from ..parts.form import Form, forms_of
+from ..program.build import batched
 
 _MANY = 32
 
@@ -50,6 +51,12 @@ class Sizes:
             for arguments, batched in zip(pair[:2], self._batched[:2], strict=True)
             for i, t in enumerate(arguments.tensors)
         )
+
+
+def check_batch(pair: Sequence[Arguments], split: Split) -> None:
+    """Errors: InputError for a batch that cannot be used, whatever its sizes."""
+    check_like(pair, split)
+    Sizes(split, batched(split)).of(pair)
 
 
 def check_like(pair: Sequence[Arguments], split: Split) -> None:

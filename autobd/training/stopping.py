@@ -37,9 +37,10 @@ class Stopping:
         steps = history.relative[ends[-2] : ends[-1]]
         found = set(self.stopped)
         for b, recipe in enumerate(self._blocks):
-            if b in self.stopped or not steps:
+            losses = [step[b] for step in steps if math.isfinite(step[b])]  # others were skipped
+            if b in self.stopped or not losses:
                 continue
-            mean = sum(step[b] for step in steps) / len(steps)
+            mean = sum(losses) / len(losses)
             self._waited[b] = 0 if mean < self._least[b] * (1 - _GAINS) else self._waited[b] + 1
             if mean < self._least[b]:
                 self._least[b] = mean

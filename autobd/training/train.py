@@ -58,12 +58,12 @@ def train(task: Task, program: Program, group: Group, progress: bool = False) ->
         stack.enter_context(untouched(teacher, tensors=[tensors[path] for path in task.teacher_writes]))
         teacher.eval()
         total = recipe.steps or (batches.length * recipe.epochs if batches.length else None)
-        if total is None and recipe.epochs == 1 and recipe.block_input == "teacher-then-student":
+        if total is None and recipe.follows_progress:
             raise InputError(
-                "The middle of the training is not known.",
-                given="data without a length, one epoch",
-                expected="a number of steps, for block_input='teacher-then-student'",
-                do="pass Recipe(steps=...), or data with a length",
+                "The length of the training is not known, and a learning rate or block_input= goes by it.",
+                given="data without a length",
+                expected="a number of steps",
+                do=f"pass {'Finish' if task.stage == 'finished' else 'Recipe'}(steps=...), or data with a length",
             )
         what = "finish" if task.stage == "finished" else "distil"
         loop = Loop(task, program, stack.enter_context(bars(progress, total, what, program.plan)))

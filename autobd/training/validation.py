@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -51,6 +51,13 @@ class Validation:
     targets: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
+        wrong = isinstance(self.data, (str, bytes, Mapping)) or not isinstance(self.data, (Iterable, Dataset))
+        if wrong or isinstance(self.data, Iterator):
+            raise InputError(
+                "The data to validate with cannot be read every time.",
+                given=type(self.data).__name__,
+                expected="a DataLoader, Dataset, tensor or list of batches",
+            )
         for name, metric in self.metrics.items():
             if not callable(metric) and not isinstance(metric, Counter):
                 raise InputError(
@@ -88,6 +95,10 @@ class Validation:
             yield batch
         if not count:
             raise InputError("The data to validate with has no batch.", given=type(data).__name__)
+
+    def check(self, fits: Callable[[Any], None]) -> None:
+        """Look at the first batch, before anything is trained. Errors: InputError for no data; those of `fits`."""
+        fits(next(self.batches()))
 
     def targets_of(self, batch: Any, default: Callable[[Any], Any]) -> Any:
         if self.targets is not None:

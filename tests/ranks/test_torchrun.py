@@ -70,6 +70,35 @@ def test_two_processes_on_one_node(tmp_path):
     assert_like_one_process(tmp_path, script, 2)
 
 
+FAILS = """
+import os, time, torch, autobd
+from torch import nn
+
+class Broken(autobd.Callback):
+    def on_epoch(self, run):
+        raise ValueError("disk full")
+
+nets = [nn.Sequential(*(nn.Sequential(nn.Linear(6, w), nn.ReLU(), nn.Linear(w, 6)) for _ in "abc")) for w in (16, 4)]
+started = time.monotonic()
+try:
+    autobd.distill(*nets, [torch.randn(4, 6)] * 3, strategy="tr+dpu", threads=1, timeout=60, progress=False,
+                   profile="analytic", callbacks=[Broken()])
+except autobd.AutobdError as error:
+    print("rank", os.environ["RANK"], type(error).__name__, time.monotonic() - started < 30, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_every_process_hears_what_ended_the_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    process = launched(script, tmp_path / "out", "--standalone", "--nproc-per-node", "2")
+    output, _ = process.communicate(timeout=100)
+    for rank in (0, 1):
+        assert f"rank {rank} CallbackError True" in output, output
+
+
 @pytest.mark.timeout(300)
 def test_two_nodes(tmp_path):
     script = tmp_path / "script.py"

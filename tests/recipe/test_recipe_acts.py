@@ -239,3 +239,68 @@ def test_running_statistics_are_not_spoilt_by_what_is_skipped():
     ]  # fmt: skip
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
+
+
+@pytest.mark.parametrize("found", [{"lr": 0.0}, {"params": []}, 3])
+def test_groups_that_give_no_options_are_refused(found):
+    with pytest.raises(InputError, match=r"Recipe.groups gives no options for 0\.0\.weight"):
+        distilled(Recipe(groups=lambda name, parameter: found))
+
+
+class Endless:
+    """Batches, without a length."""
+
+    def __iter__(self):
+        return iter(batches())
+
+
+RATE = autobd.Schedule(1e-2, warmup=0.05)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("recipe", [Recipe(lr=RATE), Recipe(lr={1: RATE}), Recipe(block_input="teacher-then-student")])
+def test_what_goes_by_the_progress_needs_a_length(recipe):
+    with pytest.raises(InputError, match="length of the training is not known"):
+        distilled(recipe, data=Endless())
+
+
+@pytest.mark.timeout(60)
+def test_an_epoch_shows_the_length_to_the_training_after_it():
+    endless, plain = (distilled(Recipe(logits=False), data=d, finish=2) for d in (Endless(), None))
+    assert_equal_state(endless.student, plain.student)
+    assert endless.history.finish.steps == 2 * STEPS
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_what_is_left_of_an_epoch_can_be_skipped_too(count):
+    torch.manual_seed(0)
+    models = [
+        torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)) for _ in "ab"))
+        for _ in range(2)
+    ]
+    data = [*batches(), torch.full((ROWS, 6), float("nan"))]
+    recipe = Recipe(logits=False, non_finite="skip", accumulate=count)
+    student = autobd.distill(*models, data, cuts=[("0", "0")], progress=False, devices=1, recipe=recipe).student
+    assert all(t.isfinite().all() for t in student.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"precision": "fp16"}, "scales its gradients"), ({"accumulate": {0: 2}}, "differ in precision or accumulation")],
+)
+def test_weights_that_are_trained_together_have_one_way(values, message):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+            self.c = torch.nn.Linear(6, 6)
+            self.c.weight = self.a.weight
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x).relu()).relu())
+
+    with pytest.raises(InputError, match=message):
+        autobd.distill(
+            Tied(), Tied(), batches(), cuts=[("a", "a"), ("b", "b")], ties="together", progress=False, devices=1,
+            recipe=Recipe(logits=False, **values),
+        )  # fmt: skip

@@ -131,3 +131,23 @@ def test_losses_that_make_no_sense(values):
         TargetLoss(**values)
     with pytest.raises(InputError, match="no loss against targets"):
         Recipe(target_loss="kd")
+
+
+class Two(torch.nn.Module):
+    """Takes two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, z):
+        return self.b(self.a(x) + z)
+
+
+@pytest.mark.timeout(60)
+def test_the_last_of_several_inputs_is_no_target():
+    pairs = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(2)]
+    options = {"devices": 1, "progress": False, "recipe": Recipe(logits=False, target_loss="ce")}
+    with pytest.raises(InputError, match="A batch has no targets"):
+        autobd.distill(Two(), Two(), pairs, **options)
+    autobd.distill(Two(), Two(), [(*p, torch.zeros(4).long()) for p in pairs], **options)

@@ -77,6 +77,40 @@ def test_a_callback_may_stop_the_training(devices):
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_epoch_after_which_a_callback_stops_is_the_last_one(devices):
+    class Enough:
+        def on_epoch(self, run):
+            run.stop = run.epoch == 2
+
+    recipe = Recipe(logits=True, lr=lambda block, progress: 1e-2 if progress < 0.3 else 3.0, keep_best=True)
+    validate = autobd.Validation(batches(), {"size": lambda output, targets: output.abs().mean()}, every=5)
+    stopped = distilled(Enough(), devices=devices, recipe=recipe, epochs=3, validate=validate)
+    best = distilled(recipe=Recipe(logits=True, lr=1e-2), epochs=1).student  # what came after it was worse
+    assert_equal_state(stopped.student, best)
+    (scored,) = stopped.history.of("assembled")
+    size = sum(float(stopped.student(x).detach().abs().mean()) for x, _ in batches()) / STEPS
+    assert scored.values["size"] == pytest.approx(size)
+
+
+@pytest.mark.timeout(60)
+def test_stopped_at_the_start_it_ends_after_a_step():
+    class Enough(Heard):
+        def on_start(self, run):
+            run.stop = True
+
+    heard = Enough()
+    assert distilled(heard).history.steps == 1
+    assert heard.seen == [("step", 1), ("epoch", 1, 0), ("end", 1)]
+
+
+@pytest.mark.parametrize("callbacks", [Callback(), "tensorboard"])
+def test_callbacks_that_are_no_list(callbacks):
+    with pytest.raises(AutobdError, match="callbacks= is no list"):
+        autobd.distill(mlp(16), mlp(4, seed=1), batches(), callbacks=callbacks)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("hook", ["on_start", "on_step", "on_epoch", "on_end"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_callback_that_fails_is_named_and_nothing_is_half_written(hook, devices):

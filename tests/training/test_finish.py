@@ -114,6 +114,17 @@ def test_frozen_parts_stay_frozen():
     assert not torch.equal(result.student[1][0].weight, before[1][0].weight)
 
 
+@pytest.mark.timeout(60)
+def test_targets_that_are_missing_are_told_before_anything_is_trained():
+    student, before = models()[1], models()[1]
+    with pytest.raises(InputError, match="A batch has no targets"):
+        autobd.distill(
+            models()[0], student, [x for x, _ in batches()], cuts=CUTS, devices=1, progress=False,
+            finish=Finish(loss="ce"), recipe=Recipe(logits=True),
+        )  # fmt: skip
+    assert torch.equal(student[0][0].weight, before[0][0].weight)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -124,3 +124,22 @@ def test_data_that_has_no_rows_to_choose_from_is_refused():
     for data in (Stream(), [torch.randn(4, 5)], DataLoader(Stream(), None)):
         with pytest.raises(InputError, match="Not every rank can load its own rows"):
             autobd.distill(network(8), network(4), data, own_rows=True, progress=False)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_ranks_go_on_with_their_own_rows_when_blocks_get_the_own_boundary(group, epochs, tmp_path):
+    found = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        teacher, student = network(16), network(4)
+        data = DataLoader(Noted(tmp_path / "rows"), 8, shuffle=True, generator=torch.Generator().manual_seed(1))
+        data.dataset.rows = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        result = autobd.distill(
+            teacher, student, data, devices=group, strategy=PLANS["replicas"], own_rows=own, progress=False,
+            recipe=autobd.Recipe(epochs=epochs, block_input="teacher-then-student", logits=False),
+            cuts=[("0", "0"), ("1", "1"), ("2", "2")],
+        )  # fmt: skip
+        found.append((result.history.losses, copy.deepcopy(student.state_dict())))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name])

@@ -124,6 +124,80 @@ def test_its_time_goes_to_others():
         assert torch.equal(value, (states[0] if name.startswith("2") else plain.student.state_dict())[name])
 
 
+@pytest.mark.timeout(90)
+def test_skipped_batches_count_for_nothing():
+    data = batches()
+    data[2] = (torch.full((4, 6), float("nan")), data[2][1])
+    recipe = Recipe(logits=False, lr=1e-2, epochs=3, patience=1, keep_best=True, non_finite="skip")
+    student = mlp(4, seed=1)
+    kept = Kept(student)
+    result = autobd.distill(
+        mlp(16),
+        student,
+        data,
+        cuts=CUTS,
+        devices=1,
+        progress=False,
+        profile="analytic",
+        recipe=recipe,
+        callbacks=[kept],
+    )
+    assert result.history.epoch_ends == [STEPS, 2 * STEPS, 3 * STEPS]
+    assert not [n for n in result.notes if "stopped" in n]
+    assert_equal_state(student, _state(kept.states[-1]))
+
+
+def _state(values):
+    model = mlp(4)
+    model.load_state_dict(values)
+    return model
+
+
+@pytest.mark.timeout(90)
+def test_a_block_that_has_stopped_keeps_its_statistics():
+    def model(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)) for _ in "abc")
+        )
+
+    student = model(1)
+    kept = Kept(student)
+    recipe = Recipe(logits=False, epochs=3, stop_at={0: 1e9}, block_input="student")
+    autobd.distill(
+        model(0), student, batches(), cuts=CUTS, devices=1, progress=False, profile="analytic", recipe=recipe,
+        callbacks=[kept],
+    )  # fmt: skip
+    for name, value in student.state_dict().items():
+        assert torch.equal(value, kept.states[0][name]) == name.startswith("0"), name
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_judged_at_the_end_has_the_best_weights_also_where_they_are_tied(devices):
+    class Tied(torch.nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.first, self.middle = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+            self.last = torch.nn.Linear(6, 6)
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+    student = Tied(1)
+    recipe = Recipe(logits=False, epochs=4, keep_best=True, lr=lambda block, progress: 1e-2 if progress < 0.4 else 0.5)
+    validation = autobd.Validation(batches(), {"size": lambda output, targets: output.square().mean()})
+    result = autobd.distill(
+        Tied(0), student, batches(), cuts=[("first", "first"), ("middle", "middle")], devices=devices, threads=1,
+        progress=False, profile="analytic", strategy="tr+dpu", recipe=recipe, ties="first", validate=validation,
+    )  # fmt: skip
+    assert result.split.ties
+    size = sum(float(student.eval()(x).detach().square().mean()) for x, _ in batches()) / STEPS
+    assert result.history.of("assembled")[-1].values["size"] == pytest.approx(size)
+
+
 @pytest.mark.parametrize("values", [{"patience": 0}, {"stop_at": -1.0}, {"keep_best": 1}])
 def test_values_that_make_no_sense(values):
     with pytest.raises(InputError, match=next(iter(values))):

@@ -151,7 +151,7 @@ def test_datasets_are_read_in_their_order_and_the_average_is_judged():
 def recalibrated(student, data):
     """Batch norms set by the batches, in plain PyTorch."""
     found = copy.deepcopy(student).eval()
-    norms = [m for m in found.modules() if isinstance(m, nn.BatchNorm1d)]
+    norms = [m for m in found.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
@@ -183,6 +183,50 @@ def test_replicas_share_their_statistics():
     torch.testing.assert_close(result.student[0][1].running_mean, (means[0] + means[1]) / 2)
 
 
+def convolutional(width, seed):
+    torch.manual_seed(seed)
+    parts = [
+        nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 3, 1))
+        for _ in range(3)
+    ]
+    return nn.Sequential(*parts)
+
+
+def images(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(6, 3, n, n, generator=generator) for n in sizes]
+
+
+SIZE = {"size": lambda output, targets: output.abs().mean()}
+APART = autobd.Plan(  # an evaluation, which has nobody send to itself, runs on rank 0 alone
+    "mine", 6, ("cpu", "cpu"),
+    (autobd.Assignment((0,), (0,), (6,), "prefix"), autobd.Assignment((1, 2), (0, 1), (3, 3), "prefix")),
+)  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("devices", "strategy"), [(1, "tr+dpu"), (2, "tr+dpu"), (2, APART)])
+def test_images_of_other_sizes_are_judged_and_counted_in_the_modes_that_belong_there(devices, strategy):
+    student, held_out = convolutional(4, 1), images((9, 8, 10), 1)
+    options = {
+        "cuts": CUTS, "devices": devices, "strategy": strategy, "threads": 1, "epochs": 3, "profile": "analytic",
+        "progress": False, "replan": False, "timeout": 30,
+    }  # fmt: skip
+    result = autobd.distill(
+        convolutional(8, 0), student, images((8, 6), 2), validate=Validation(held_out, SIZE), **options
+    )
+    assert {int(m.num_batches_tracked) for m in student.modules() if isinstance(m, nn.BatchNorm2d)} == {6}
+    sizes = [float(student.eval()(x).detach().abs().mean()) for x in held_out]
+    assert result.history.of("assembled")[-1].values["size"] == pytest.approx(sum(sizes) / 3)
+    again = convolutional(4, 1)
+    autobd.distill(
+        convolutional(8, 0), again, images((8, 6), 2), validate=Validation(held_out, SIZE), recalibrate=2, **options
+    )
+    expected = recalibrated(student, [(x, None) for x in images((8, 6), 2)])
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
 @pytest.mark.timeout(120)
 def test_a_metric_that_raises_is_named_and_the_student_is_as_at_the_epochs_end():
     def broken(output, targets):
@@ -201,13 +245,18 @@ def test_a_metric_that_raises_is_named_and_the_student_is_as_at_the_epochs_end()
         (lambda: Validation(HELD_OUT, {"f1": 3}), "cannot be called"),
         (lambda: Validation(HELD_OUT, every=0), "every is no count"),
         (lambda: [], "has no batch"),
+        (lambda: iter(HELD_OUT), "cannot be read every time"),
+        (lambda: 5, "cannot be read every time"),
+        (lambda: {"x": HELD_OUT}, "cannot be read every time"),
         (lambda: [(torch.randn(4, 5), torch.zeros(4).long())], "another size than the first one"),
     ],
 )
 @pytest.mark.timeout(60)
 def test_validation_that_makes_no_sense(validate, message):
+    student, before = models()[1], models()[1]
     with pytest.raises((InputError, autobd.AutobdError), match=message):
-        distilled(devices=1, validate=validate())
+        distilled(student, devices=1, validate=validate())
+    assert torch.equal(student[0][0].weight, before[0][0].weight)  # refused before anything is trained
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""What `distill` is asked to do after the blocks, refused before anything is trained where it cannot be done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InputError
+from ..recipe import Finish
+from .data import Batches
+
+_RECALIBRATION = 50  # batches
+
+
+def asked_finish(given: Any, batches: Batches, hybrid: bool) -> Finish | None:
+    """How to finish: a `Finish`, or epochs. Errors: InputError."""
+    counted = isinstance(given, int) and not isinstance(given, bool)
+    how = Finish(given) if counted else given
+    if how is None:
+        return None
+    if not isinstance(how, Finish):
+        raise InputError("finish= is no way to finish.", given=repr(how), expected="Finish(...), or a number of epochs")
+    if hybrid:
+        raise InputError(
+            "A student with adapters cannot be finished end to end.",
+            given="finish= and hybrid=True",
+            do="leave one of them out",
+        )
+    _check_again("finish", batches)
+    return how
+
+
+def asked_recalibration(given: Any, batches: Batches) -> int:
+    """Batches from which batch norms take their statistics in the end. Errors: InputError."""
+    count = _RECALIBRATION if given is True else given
+    if not isinstance(count, int) or count < 0:
+        raise InputError("recalibrate= is no count.", given=repr(given), expected="True, False or a number of batches")
+    if count:
+        _check_again("recalibrate", batches)
+    return int(count)
+
+
+def _check_again(what: str, batches: Batches) -> None:
+    if batches.one_shot:
+        raise InputError(
+            f"The data can be read once only, and {what}= reads it again.",
+            given=type(batches.data).__name__,
+            expected="data that can be read once per epoch",
+            do="pass a DataLoader, Dataset or list",
+        )
