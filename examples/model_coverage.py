@@ -1,4 +1,6 @@
-"""Which models and pairs work: `python examples/model_coverage.py [--suite torchvision|timm|hf|pairs] [--limit N] [NAME]`.
+"""Which models and pairs work.
+
+`python examples/model_coverage.py [--suite torchvision|timm|hf|pairs] [--limit N] [NAME]`.
 
 Models: captured, cut at every place where a single activation crosses, and the blocks compared with the whole model in
 eval and train mode (output, buffers, gradients). Pairs: distilled for three steps in float64 on random inputs; the

@@ -51,10 +51,10 @@ def main():
     options = parser.parse_args()
     if not options.smoke and not options.path:
         parser.error("PATH, or --smoke")
-    train, val = (generated(512, 1), generated(256, 2)) if options.smoke else folders(options.path)
+    train, val = (generated(128, 1), generated(64, 2)) if options.smoke else folders(options.path)
     classes = 4 if options.smoke else len(train.classes)
     workers = 0 if options.smoke else options.workers
-    batch_size = 32 if options.smoke else options.batch_size
+    batch_size = 16 if options.smoke else options.batch_size
 
     def loader(seed):
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Students that no library has, for `coverage.py`."""
+"""Students that no library has, for `model_coverage.py`."""
 
 from torch import nn
 from torchvision.models import vgg16

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "coverage.py"
+SCRIPT = Path(__file__).parent.parent / "examples" / "model_coverage.py"
 SPEC = importlib.util.spec_from_file_location("examples_coverage", SCRIPT)
 coverage = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(coverage)
