@@ -9,7 +9,7 @@ from .errors import AutobdError
 from .graph import Captured, capture
 from .planner import Assignment, Plan, plan
 from .program import simulate
-from .recipe import KL, MSE, CosineDistance, Finish, Recipe, RelativeL1, Schedule, TargetLoss, Weighted
+from .recipe import KL, MSE, Budget, CosineDistance, Finish, Recipe, RelativeL1, Schedule, TargetLoss, Weighted
 from .report import Report, inspect
 from .training import Callback, Run, TensorBoard, Validation, accuracy
 
@@ -20,6 +20,7 @@ __all__ = [
     "Assignment",
     "AutobdError",
     "Bench",
+    "Budget",
     "Callback",
     "Captured",
     "CosineDistance",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from .program import build
 from .ranks import Group
 from .ranks import open as open_ranks
 from .ranks.joined import Joined, launched
-from .recipe import Finish, Recipe, check_tied
+from .recipe import Budget, Finish, Recipe, check_tied
 from .runtime import statistics_note
 from .training import (
     Batches,
@@ -42,9 +42,13 @@ from .training import (
     asked_finish,
     asked_recalibration,
     check_batch,
+    check_budget,
+    check_candidates,
     check_like,
     finishing,
+    judged,
     random_batches,
+    settle,
     train,
 )
 
@@ -76,6 +80,8 @@ def distill(
     resample: bool = False,
     hybrid: bool = False,
     callbacks: Sequence[Any] = (),
+    candidates: Mapping[str, Sequence[nn.Module]] | None = None,
+    budget: Budget | None = None,
     ties: Policy = "auto",
     init: str | None = None,
     seed: int = 0,
@@ -120,6 +126,10 @@ def distill(
         finish: train the whole student end to end after its blocks, the batch split over all ranks: a `Finish`, or a
             number of epochs. `result.history.finish` tells of it.
         blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
+        candidates: other modules for places in the student, `{module path: [module, ...]}`. All are trained on the
+            same boundaries, each with what else is in its block; the student gets those with which the sum of its
+            blocks' relative losses is least. `result.candidates` has what each is worth.
+        budget: what the student may cost with them: a `Budget`.
         callbacks: objects with some of the methods of `Callback`, called in this process.
         init: "teacher" starts the student from the teacher's weights where shapes allow.
         seed: of dropout and of the order of a dataset or tensor. The caller's random state is left alone.
@@ -143,6 +153,7 @@ def distill(
     recipe = recipe or Recipe()
     if epochs is not None:
         recipe = replace(recipe, epochs=epochs)
+    check_candidates(candidates, budget, recipe, hybrid)
     to_pair = ToPair.of(teacher, student, inputs, targets, example, recipe.target_loss is not None)
     home = next(student.parameters()).device
     as_asked = partial(
@@ -155,6 +166,7 @@ def distill(
         resample=resample,
         hybrid=hybrid,
         ties=ties,
+        candidates=candidates,
         logits=recipe.logits,
         inputs=(lambda pair: pair[0], lambda pair: pair[1]),
     )
@@ -190,6 +202,9 @@ def distill(
                 if tie.together:
                     check_tied([of_block[b] for b in tie.blocks])
             verification = found.verify()
+            for candidate in found.candidates:
+                candidate.split.verify()
+            check_budget(found, budget or Budget())
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
             costs, chosen = planned(profile, found, group, first[0].rows, recipe, strategy, progress)
@@ -218,13 +233,21 @@ def distill(
                 start,
                 moves.look if may_move else None,
                 validation,
-                recalibration,
+                0 if found.candidates else recalibration,
                 tuple(callbacks),
             )
             last = None if how is None else finishing(task, how, batch, group.cluster)
             if last is not None:
                 notes += filter(None, [statistics_note(last[0].split, last[1].plan)])
             trained = train(task, program, group, progress)
+            scores = None
+            if found.candidates:
+                task, scores, more = settle(task, trained, budget or Budget())
+                notes += more
+                task = replace(task, recalibrate=recalibration)
+                found, verification = task.split, task.split.verify()
+                trained.history.scores += judged(task, trained, group)
+                last = None if how is None else finishing(task, how, batch, group.cluster)
             if last is not None:
                 finished = train(*last, group, progress).history
                 trained.history.finish = finished
@@ -239,6 +262,7 @@ def distill(
             trained.program.plan,
             trained.program,
             (*notes, *moves.notes, *trained.notes),
+            candidates=scores,
         )
         if isinstance(group, Joined):
             group.share(Shared.of(done, recorded, trained.maps))

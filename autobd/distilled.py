@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .blocks import Split, Verification
+from .blocks.candidates import assembled
 from .blocks.hybrid import hybrid as hybrid_student
 from .costs import Profile
 from .errors import InputError
@@ -22,7 +23,7 @@ from .planner import Plan
 from .program import Program, Trace
 from .report import Report, inspect
 from .report.plot import plot
-from .training import History, write_back
+from .training import History, Scores, write_back
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Distilled:
         profile: what the plan was made by.
         plan, program: who did what, in the end; `print(result.program)` shows the code that ran.
         notes: what the user should know.
+        candidates: what the candidates are worth, and which were chosen; None without any.
         hybrid: the student with the adapters that could not be folded into it (see `split`); None if there are none.
     """
 
@@ -50,6 +52,7 @@ class Distilled:
     program: Program
     notes: tuple[str, ...] = ()
     hybrid: nn.Module | None = None
+    candidates: Scores | None = None
 
     def report(self) -> Report:
         """The plan and the run side by side, as text (`print`), page (`html`) and trace (`chrome_trace`)."""
@@ -80,9 +83,8 @@ class Distilled:
             beside.unlink(missing_ok=True)
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            [str(self.split), str(self.plan), "\n".join([str(self.history), *(f"note: {n}" for n in self.notes)])]
-        )
+        parts = [str(self.split), str(self.plan), *([] if self.candidates is None else [str(self.candidates)])]
+        return "\n\n".join([*parts, "\n".join([str(self.history), *(f"note: {n}" for n in self.notes)])])
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ def received(told: Any, as_asked: Callable[[Any], Split], student: nn.Module, ho
     if isinstance(told, Exception):
         raise told
     found = as_asked(tuple(a.on(home) for a in told.recorded))
+    if told.done.candidates is not None:
+        found = assembled(found, told.done.candidates.chosen)
     write_back(told.values, student)
     return replace(told.done, student=student, split=found, hybrid=hybrid_student(found, student, told.maps))
 

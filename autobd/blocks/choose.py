@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..errors import InputError, SplitError
@@ -14,15 +14,21 @@ from .dataflow import Dataflow
 Flows = tuple[Dataflow, Dataflow]
 
 
-def found_cuts(flows: Flows, blocks: int | None, resample: bool) -> Alignment:
-    """Cuts by alignment. Errors: InputError, SplitError if there are none or not so many."""
+def found_cuts(flows: Flows, blocks: int | None, resample: bool, whole: Collection[str] = ()) -> Alignment:
+    """Cuts by alignment, none of them inside a module of the student that stays `whole`.
+
+    Errors: InputError, SplitError if there are none or not so many."""
     if blocks is not None and (not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1):
         raise InputError(
             "blocks= asks for an impossible number.", given=blocks, expected="a whole number of at least 1"
         )
     if blocks == 1:
         return Alignment((), (1.0,), resample=resample)
-    cuts = candidates(flows[0]), candidates(flows[1])
+    kept = [flows[1].extent[path] for path in whole if path in flows[1].extent]
+    cuts = (
+        candidates(flows[0]),
+        [c for c in candidates(flows[1]) if not any(first <= c.position < last for first, last in kept)],
+    )
     pairs = matching(*cuts, resample)
     weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
     flops = flows[0].flops_until[-1], flows[1].flops_until[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -12,6 +12,7 @@ from ..graph import Arguments, Captured, capture
 from ..graph.state import unwrapped
 from .adapters import Adapter
 from .align import Alignment
+from .candidates import Candidate, place, with_candidates
 from .carve import Block, carve
 from .choose import found_cuts, given_cuts
 from .dataflow import flows_of
@@ -45,6 +46,7 @@ class Split:
         logits: whether that output is a classifier's logits (None: unknown).
         ties: weights that several student blocks use.
         notes: what the user should know.
+        candidates: other modules for places in the student, by block.
     """
 
     teacher: Captured
@@ -55,6 +57,7 @@ class Split:
     logits: bool | None
     ties: tuple[Tie, ...]
     notes: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -81,7 +84,8 @@ class Split:
         Arguments:
             writes: tensors that the teacher's forward changes (see `Verification`), to be put back; None: unknown.
         """
-        return fit(self, Arguments.of(batch, self.teacher.model), writes)
+        fitted = fit(self, Arguments.of(batch, self.teacher.model), writes)
+        return replace(fitted, candidates=tuple(c.fitted(fitted) for c in self.candidates))
 
     def explain(self) -> str:
         """Why these cuts: what was paired, what was passed over and for which reason."""
@@ -120,6 +124,7 @@ def split(
     ties: Policy = "auto",
     inputs: Any = None,
     logits: bool | None = None,
+    candidates: Mapping[str, Sequence[nn.Module]] | None = None,
 ) -> Split:
     """Split two whole models into matching blocks.
 
@@ -138,6 +143,7 @@ def split(
         inputs: `(for_teacher, for_student)`, callables from the example to each model's arguments.
         logits: whether the distilled output is a classifier's logits; default: known for timm, torchvision and
             Hugging Face classifiers.
+        candidates: other modules for places in the student, `{module path: [module, ...]}`; no cut parts such a place.
 
     Errors: InputError for models that cannot be a pair, CaptureError for one that cannot be recorded, SplitError if no
     cuts match as asked.
@@ -155,13 +161,17 @@ def split(
     outputs = paired_outputs(*captured)
     flows = flows_of(*captured, outputs)
     last = output_adapter(flows)
-    found = given_cuts(cuts, flows, resample) if cuts is not None else found_cuts(flows, blocks, resample)
+    whole = candidates or {}
+    found = given_cuts(cuts, flows, resample) if cuts is not None else found_cuts(flows, blocks, resample, whole)
     sides = [[p.teacher for p in found.pairs], [p.student for p in found.pairs]]
     teacher_blocks, student_blocks = (carve(flow, side) for flow, side in zip(flows, sides, strict=True))
+    places = [place(flows[1], found.pairs, path) for path in whole]
+    if places and adapters == "auto":  # a trained map belongs to one student block, not to each of its candidates
+        adapters = {b: "matched" for own in places for b in (own - 1, own) if b >= 0}
     chosen = with_kinds([*(p.adapters for p in found.pairs), (last,)], student_blocks, captured[1], adapters, hybrid)
     pairs = tuple(BlockPair(*parts) for parts in zip(teacher_blocks, student_blocks, chosen, strict=True))
     tied = find_ties(student, student_blocks, ties)
-    return Split(
+    result = Split(
         *captured,
         pairs,
         found,
@@ -170,6 +180,7 @@ def split(
         tied,
         _notes(captured, outputs, pairs, tied),
     )
+    return with_candidates(result, whole) if whole else result
 
 
 def _notes(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -34,7 +34,7 @@ def analytic(split: Split, cluster: Cluster, batch_size: int | None = None) -> P
     names = [_name(device) for device in cluster.devices]
     kinds = sorted(set(names))
     examples = [c.example.rows for c in (split.teacher, split.student)]
-    weights = [_sizes(c) for c in (split.teacher, split.student)]
+    weights = _sizes(split.teacher)
     within = between = reduce = Link()
     if len(names) > 1:
         reduce = min((LINKS[LINK_OF.get(n, "PCIe")] for n in kinds), key=lambda link: link.bandwidth)
@@ -43,15 +43,20 @@ def analytic(split: Split, cluster: Cluster, batch_size: int | None = None) -> P
             within = reduce
     inputs = {id(t): t for c in (split.teacher, split.student) for t in c.example.tensors}.values()
 
-    def may_recompute(student: Block) -> bool:
-        whole = any(n.op == "call_module" and n.target in split.student.opaque for n in student.graph.nodes)
-        return not whole and reads_weights_alone(student.graph, split.student.model)
+    def costs(block: int, student: Block, of: Captured) -> BlockCosts:
+        own = [weights, _sizes(of)]
+        teacher, on = split.pairs[block].teacher, [DEVICES[k] for k in kinds]
+        whole = any(n.op == "call_module" and n.target in of.opaque for n in student.graph.nodes)
+        may_recompute = not whole and reads_weights_alone(student.graph, of.model)
+        return _block(teacher, student, examples, own, on, batch, may_recompute)
 
     return Profile(
         batch,
         tuple(
-            _block(pair.teacher, pair.student, examples, weights, [DEVICES[k] for k in kinds], batch, may_recompute)
-            for pair in split.pairs
+            costs(b, pair.student, split.student).beside(
+                [costs(b, c.student, c.split.student) for c in split.candidates if c.block == b]
+            )
+            for b, pair in enumerate(split.pairs)
         ),
         cluster.devices,
         tuple(Kind(k, math.inf if cluster.exists else DEVICES[k].memory) for k in kinds),
@@ -87,7 +92,7 @@ def _block(
     weights: Sequence[Mapping[str, int]],
     devices: list[Device],
     batch: int,
-    may_recompute: Callable[[Block], bool],
+    may_recompute: bool,
 ) -> BlockCosts:
     rows = sorted({1 << i for i in range(batch.bit_length())} | {batch})
     own = [
@@ -95,7 +100,7 @@ def _block(
         for block, sizes in zip((teacher, student), weights, strict=True)
     ]
 
-    again = recomputed_bytes(student.graph) if may_recompute(student) else math.inf
+    again = recomputed_bytes(student.graph) if may_recompute else math.inf
 
     def curve(block: Block, example: int, passes: int, device: Device) -> Curve:
         return Curve(tuple(rows), tuple(passes * _seconds(block.graph, r / example, device) for r in rows))

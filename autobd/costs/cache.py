@@ -33,7 +33,9 @@ def key(split: Split, cluster: Cluster, batch: int, recipe: Recipe, threads: int
         return None
     graphs = [str(side.graph) for pair in split.pairs for side in (pair.teacher, pair.student)]
     shapes = [str(b) for pair in split.pairs for side in (pair.teacher, pair.student) for b in side.returns]
+    graphs += [str(c.student.graph) for c in split.candidates]
     modules = [repr(captured.model) for captured in (split.teacher, split.student)]
+    modules += [repr(c.module) for c in split.candidates]
     cpu = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads())
     gpus = [torch.cuda.get_device_name(d) for d in cluster.devices if d.startswith("cuda")]
     everything = [_FORM, graphs, shapes, modules, cluster, batch, described, threads, cpu, gpus, torch.__version__]

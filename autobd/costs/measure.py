@@ -55,13 +55,15 @@ class MeasureBlocks:
     finds the caches as the others leave them.
 
     Attributes:
-        parts: the block pairs; `boundary`: what comes before the first, of a whole batch; `teacher`, `student`: all
-            input tensors of the two models.
+        parts: the block pairs; `candidates`: other students for them.
+        boundary: what comes before the first block, of a whole batch.
+        teacher, student: all input tensors of the two models.
         folded: rows of each tensor of the boundary that belong to one row of the batch.
         rows: to measure at; `seconds`: how long, for each.
     """
 
     parts: tuple[Part, ...]
+    candidates: tuple[Part, ...]
     boundary: Boundary
     teacher: Boundary
     student: Boundary
@@ -73,34 +75,36 @@ class MeasureBlocks:
     def __call__(self, peers: Peers, told: Callable[[int], Any] = lambda blocks: None) -> list[dict[int, Measured]]:
         """By block and rows; `told` is called when so many blocks have been measured at a number of rows."""
         on, students = peers.device, []
-        parts = list(on_device({part.block: part for part in self.parts}, on).values())
-        for part in parts:
+        every = list(on_device(dict(enumerate([*self.parts, *self.candidates])), on).values())
+        parts = every[: len(self.parts)]
+        for part in every:
             assert part.student is not None
             set_mode([part.teacher], False)
             set_mode([part.student.module], True)
         weights = [p for part in parts if part.student for p in part.student.module.parameters()]
         like = next((p for p in weights if p.is_floating_point()), torch.zeros((), device=on))
         maps = ChannelMaps({p.block: (p.student.before, p.student.behind) for p in parts if p.student}, like)
-        for part in parts:
+        for i, part in enumerate(every):
             assert part.student is not None
-            students.append(Student(part.student, like))
-            students[-1].train_too(maps.trained_with(part.block))
+            students.append((part.block - parts[0].block, Student(part.student, like)))
+            if i < len(parts):
+                students[-1][1].train_too(maps.trained_with(part.block))
         found = []
         for rows in self.rows:
             found.append(_Blocks(self, parts, rows, students, maps, on).run())
-            told(len(students))
+            told(len(parts))
         return [dict(zip(self.rows, of_block, strict=True)) for of_block in zip(*found, strict=True)]
 
 
 class _Blocks:
-    """The blocks of a job at one number of rows."""
+    """The blocks of a job at one number of rows; `students`: each with its place in `parts`."""
 
     def __init__(
         self,
         job: MeasureBlocks,
         parts: list[Part],
         rows: int,
-        students: list[Student],
+        students: list[tuple[int, Student]],
         maps: ChannelMaps,
         device: torch.device,
     ) -> None:
@@ -112,11 +116,11 @@ class _Blocks:
             for side in (job.teacher, job.student)
         ]
         self.clock = _clock(device)
-        self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.bytes, self.passing = [0.0] * len(students), [0.0] * len(students)
+        self.times: dict[tuple[str, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))  # by step
+        self.bytes, self.passing = [0.0] * len(parts), [0.0] * len(parts)
 
     def run(self) -> list[Measured]:
-        blocks = range(len(self.students))
+        blocks = range(len(self.parts))
         try:
             end, done = time.perf_counter() + self.job.seconds, 0
             while done < _WARM + _LEAST or (done < _WARM + _MOST and time.perf_counter() < end):
@@ -146,7 +150,7 @@ class _Blocks:
             if peak is not None:
                 self.passing[b] = max(peak.bytes - sum(map(_bytes, boundaries[-1])), 0.0)
                 self._needed(b, self.passing[b])
-        for b, student in enumerate(self.students):
+        for b, student in self.students:
             peak = Peak(self.device) if note else None
             saved: dict[int, int] = {}
             with _noting(saved, student) if number == 0 else nullcontext():
@@ -183,16 +187,16 @@ class _Blocks:
 
     def _note(self, what: str, b: int, number: int, seconds: float) -> None:
         if number >= _WARM:
-            self.times[what, b].append(seconds)
+            self.times[what, b][number] += seconds
 
     def _needed(self, b: int, size: float) -> None:
         if size > self.bytes[b]:  # not where it is unknown
             self.bytes[b] = size
 
     def _measured(self, b: int) -> Measured:
-        low, middle, high = quantiles(self.times["student", b], n=4)
+        low, middle, high = quantiles(self.times["student", b].values(), n=4)
         spread = (high - low) / middle if middle else 0.0
-        teacher, update = (median(self.times[what, b]) for what in ("teacher", "update"))
+        teacher, update = (median(self.times[what, b].values()) for what in ("teacher", "update"))
         return Measured(teacher, middle, update, spread, self.bytes[b], self.passing[b])
 
 

@@ -21,6 +21,7 @@ from ..graph.randomness import same_randomness
 from ..graph.state import copied, module_tensors, untouched
 from ..hardware import Link
 from ..parts import Part, parts_of
+from ..parts.candidates import candidate_parts
 from ..ranks import Group, Peers
 from ..ranks import open as open_ranks
 from ..recipe import Recipe
@@ -120,6 +121,7 @@ class _Measuring:
         student = copied(split.student.model).train()
         own = replace(copy.deepcopy(recipe), accumulate=1)  # losses may count their calls
         self.parts = parts_of(split, student, own)
+        self.candidates = candidate_parts(split, student, own, (), self.parts, {})
         names = [_name(d) for d in group.cluster.devices]
         self.kinds = sorted(set(names))
         self.kind_of = tuple(self.kinds.index(n) for n in names)
@@ -206,8 +208,9 @@ class _Measuring:
     ) -> list[list[dict[int, Measured]]]:
         """What every rank measures of consecutive block pairs, by block."""
         tensors = [tuple(example.tensors) for example in self.examples]
+        candidates = tuple(c for c in self.candidates if c.block in {p.block for p in parts})
         job = MeasureBlocks(
-            tuple(parts), boundary, tensors[0], tensors[1], folded, self.batch, self.rows,
+            tuple(parts), candidates, boundary, tensors[0], tensors[1], folded, self.batch, self.rows,
             self.seconds * len(parts) / len(self.parts),
         )  # fmt: skip
         what = f"blocks {parts[0].block} to {parts[-1].block} for the profile"

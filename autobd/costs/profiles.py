@@ -59,6 +59,26 @@ class BlockCosts:
         seconds = microbatches * self.student[kind].at(-(-rows // microbatches))
         return seconds * (1 + FORWARD) if recompute and self.recomputed is not None else seconds
 
+    def beside(self, others: Sequence[BlockCosts]) -> BlockCosts:
+        """With other students for the same teacher, which are trained one after the other."""
+        if not others:
+            return self
+        every = [self, *others]
+
+        def total(curves: Sequence[Curve]) -> Curve:
+            return replace(curves[0], values=tuple(map(sum, zip(*(c.values for c in curves), strict=True))))
+
+        return replace(
+            self,
+            student=tuple(map(total, zip(*(c.student for c in every), strict=True))),
+            update=tuple(map(sum, zip(*(c.update for c in every), strict=True))),
+            student_bytes=sum(c.student_bytes for c in every),
+            gradient_bytes=sum(c.gradient_bytes for c in every),
+            state_bytes=sum(c.state_bytes for c in every),
+            saved=max((c.saved for c in every), key=lambda curve: curve.values[-1]),
+            recomputed=None,
+        )
+
     def joined(self, more: BlockCosts) -> BlockCosts:
         """With what `more` knows at other numbers of rows."""
 

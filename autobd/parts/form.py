@@ -21,11 +21,13 @@ class Form:
     """What differs in a block pair for inputs of another size.
 
     Attributes:
+        block: its number.
         teacher, student: graphs, and the values that they read beside the block's own modules and tensors.
         folded: see `Part`.
         before, behind: the tensors at its cuts.
     """
 
+    block: int
     teacher: tuple[fx.Graph, Mapping[str, Any]]
     student: tuple[fx.Graph, Mapping[str, Any]]
     folded: tuple[int, ...]
@@ -57,7 +59,7 @@ def forms_of(split: Split) -> dict[int, Form]:
     for number, (pair, teacher, student) in enumerate(blocks):
         behind = tuple((without_node(a.teacher), without_node(a.student)) for a in pair.adapters)
         folded = tuple(t.folded for t in pair.teacher.returns)
-        found[number] = Form(_graph(teacher), _graph(student), folded, before, behind)
+        found[number] = Form(number, _graph(teacher), _graph(student), folded, before, behind)
         before = behind
     return found
 

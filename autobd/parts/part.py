@@ -36,6 +36,7 @@ class StudentPart:
         recipe: what it is trained with.
         varies: it may leave out its weights in a step, as a layer that drops itself does.
         draws: its forward draws random numbers; `draws_python`: perhaps Python's.
+        prefix: of its tensors' names where training reports them: that of a candidate's.
         run: what is called instead of `module`, with the same weights, to compute activations again.
     """
 
@@ -54,6 +55,7 @@ class StudentPart:
     draws: bool
     draws_python: bool
     run: nn.Module | None = None
+    prefix: str = ""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -100,7 +102,7 @@ def parts_of(split: Split, student: nn.Module, recipe: Recipe, recomputed: Colle
         recomputed: blocks whose activations are computed again in the backward.
     """
     named = dict(student.named_parameters())
-    for name in recipe.frozen(named):
+    for name in filter(recipe.freezes, named):
         named[name].requires_grad_(False)
     keys = {id(t): name for name, t in (*named.items(), *student.named_buffers())}
     stale = stale_copies(split, named)

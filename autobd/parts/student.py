@@ -73,14 +73,17 @@ class Student:
         self.learner = Learner(self.recipe, {**own, **maps}, self.like.device)
 
     def trained(self) -> dict[str, Tensor]:
-        """What training has changed, as the student gets it: tensors by their keys in it, and channel maps."""
-        return {**{key: t.detach() for key, t in self.tensors.items()}, **self.learner.tensors()}
+        """What training has changed, as the student gets it: tensors by their keys in it, and channel maps. Those of a
+        candidate have its prefix."""
+        own = {**{key: t.detach() for key, t in self.tensors.items()}, **self.learner.tensors()}
+        return {f"{self.part.prefix}{key}": t for key, t in own.items()}
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Take these weights, by their names as in `trained`."""
         own = {**self.tensors, **self.learner.parameters}
         with torch.no_grad():
-            for name, tensor in (*own.items(), *self.learner.average.items()):
+            for key, tensor in (*own.items(), *self.learner.average.items()):
+                name = f"{self.part.prefix}{key}"
                 if name in values:
                     tensor.copy_(values[name])
 

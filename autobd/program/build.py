@@ -9,13 +9,15 @@ teacher blocks, relays at once, and then trains student after student: forward, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from ..blocks import Split
 from ..errors import PlanError
 from ..planner import Assignment, Plan
 from ..planner.plan import overlapping
 from .check import check
 from .instruction import Edge, Instruction, Op
-from .program import Program
+from .program import Program, trained_in
 
 
 def build(
@@ -33,7 +35,7 @@ def build(
             it; it is relayed beside the teacher's.
         own_rows: every rank loads its own rows; rank 0 only tells the others which.
         targets: the ranks of the last block are given the data's targets.
-        stopped: blocks that are not trained any more: only what others need of them is computed.
+        stopped: blocks and candidates that are not trained any more: only what others need of them is computed.
 
     Errors: PlanError for a plan that does not train every block once, or whose ranks would wait for each other.
     """
@@ -48,10 +50,12 @@ def build(
                 expected="one assignment for them",
                 do='put them in one, or split with ties="first"',
             )
+    candidates = tuple(c.block for c in split.candidates)
     ranks = tuple(
-        _Builder(plan, rank, edges, inputs, together, own_input, stopped).run() for rank in range(len(plan.devices))
+        _Builder(plan, rank, edges, inputs, together, own_input, stopped, candidates).run()
+        for rank in range(len(plan.devices))
     )
-    program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched(split), stopped)
+    program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched(split), stopped, candidates)
     check(program)
     return program
 
@@ -132,9 +136,10 @@ class _Builder:
         together: list[set[int]],
         own_input: bool,
         stopped: frozenset[int],
+        candidates: tuple[int, ...],
     ) -> None:
         self.plan, self.rank, self.edges, self.inputs = plan, rank, edges, inputs
-        self.together, self.own_input, self.stopped = together, own_input, stopped
+        self.together, self.own_input, self.stopped, self.candidates = together, own_input, stopped, candidates
         self.blocks = sum(len(a.blocks) for a in plan.assignments)
         self.instructions: list[Instruction] = []
         self.student: dict[int, int | None] = {}  # what makes the student's own boundary after a block
@@ -151,10 +156,19 @@ class _Builder:
         return tuple(self.instructions)
 
     def add(
-        self, op: Op, block: int | None, number: int, *after: int | None, edges: tuple[int, ...] = (), part: int = 0
+        self,
+        op: Op,
+        block: int | None,
+        number: int,
+        *after: int | None,
+        edges: tuple[int, ...] = (),
+        part: int = 0,
+        candidate: int | None = None,
     ) -> int:
         needs = tuple(sorted({i for i in after if i is not None}))
-        self.instructions.append(Instruction(op, block, number, edges, after=needs, microbatch=part))
+        self.instructions.append(
+            Instruction(op, block, number, edges, after=needs, microbatch=part, candidate=candidate)
+        )
         return len(self.instructions) - 1
 
     def _edge_indices(
@@ -199,11 +213,8 @@ class _Builder:
         self._students(number, a, loaded, teacher)
 
     def _students(self, number: int, a: Assignment, loaded: int | None, teacher: dict[int, int | None]) -> None:
-        backward: dict[int, int] = {}
-        gradients: dict[int, tuple[int, ...]] = {}  # what makes them whole
-        updated: set[int] = set()
+        made = _Made()
         given = self.student if self.own_input else teacher
-        read: tuple[int | None, ...]
         for block in a.blocks:
             if self.own_input and block and block - 1 not in given:
                 raise PlanError(
@@ -211,39 +222,76 @@ class _Builder:
                     given=f"assignments {[a.blocks for a in self.plan.assignments]}",
                     expected="assignments of a rank in the order of their blocks",
                 )
-            if block in self.stopped and not self.own_input:
-                continue
-            learns = block not in self.stopped
             read = loaded, teacher[block], given.get(block - 1)
-            forward = self.add(Op.STUDENT_FORWARD, block, number, *read)
-            for part in range(1, a.microbatches):  # the parts before are done with, but for the student's own boundary
-                done = self.add(Op.STUDENT_BACKWARD, block, number, forward, part=part - 1) if learns else None
-                forward = self.add(Op.STUDENT_FORWARD, block, number, *read, done, part=part)
-            relayed = self._edge_indices("student", source=self.rank, block=block)
-            if self.own_input and block + 1 < self.blocks:
-                self.student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
-                if relayed:
-                    self.add(Op.RELAY_STUDENT, block, number, self.student[block], edges=relayed)
-            if not learns:
-                continue
-            backward[block] = self.add(Op.STUDENT_BACKWARD, block, number, forward, part=a.microbatches - 1)
-            whole = [b for b in backward if b not in gradients and self._with(b) <= set(backward)]
-            for b in whole:
-                needs = tuple(backward[tied] for tied in self._with(b))
-                gradients[b] = (self.add(Op.ALL_REDUCE, b, number, *needs),) if a.replicated else needs
-            if not self.plan.barrier and not a.replicated:
-                self._update(number, [b for b in gradients if b not in updated], gradients, updated)
+            for trained in trained_in(block, self.blocks, self.candidates):
+                self._student(number, a, block, None if trained == block else trained, read, made)
         # Replicas wait for each other once a step: the all-reduce of a block goes on while the next ones compute.
         if self.plan.barrier:
-            gate = self.add(Op.BARRIER, None, number, *(i for own in gradients.values() for i in own))
-            gradients = dict.fromkeys(gradients, (gate,))
-        self._update(number, [b for b in a.blocks if b in backward and b not in updated], gradients, updated)
+            gate = self.add(Op.BARRIER, None, number, *(i for own in made.gradients.values() for i in own))
+            made.gradients = dict.fromkeys(made.gradients, (gate,))
+        self._update(number, made)
 
-    def _with(self, block: int) -> set[int]:
-        """The blocks that add to the gradients of `block`'s weights."""
-        return {block}.union(*(tied for tied in self.together if block in tied))
+    def _student(
+        self,
+        number: int,
+        a: Assignment,
+        block: int,
+        candidate: int | None,
+        read: tuple[int | None, ...],
+        made: _Made,
+    ) -> None:
+        """Forward and backward of a block or of a candidate for it."""
+        trained = block if candidate is None else candidate
+        learns, passes_on = trained not in self.stopped, self.own_input and candidate is None
+        if not learns and not passes_on:
+            return
+        forward = self.add(Op.STUDENT_FORWARD, block, number, *read, candidate=candidate)
+        for part in range(1, a.microbatches):  # the parts before are done with, but for the student's own boundary
+            done = (
+                self.add(Op.STUDENT_BACKWARD, block, number, forward, part=part - 1, candidate=candidate)
+                if learns
+                else None
+            )
+            forward = self.add(Op.STUDENT_FORWARD, block, number, *read, done, part=part, candidate=candidate)
+        if passes_on and block + 1 < self.blocks:
+            self.student[block] = self.add(Op.STUDENT_BOUNDARY, block, number, forward)
+            relayed = self._edge_indices("student", source=self.rank, block=block)
+            if relayed:
+                self.add(Op.RELAY_STUDENT, block, number, self.student[block], edges=relayed)
+        if not learns:
+            return
+        made.backward[trained] = self.add(
+            Op.STUDENT_BACKWARD, block, number, forward, part=a.microbatches - 1, candidate=candidate
+        )
+        made.of[trained] = block, candidate
+        whole = [b for b in made.backward if b not in made.gradients and self._with(b) <= set(made.backward)]
+        for b in whole:
+            needs = tuple(made.backward[tied] for tied in self._with(b))
+            if a.replicated:
+                needs = (self.add(Op.ALL_REDUCE, made.of[b][0], number, *needs, candidate=made.of[b][1]),)
+            made.gradients[b] = needs
+        if not self.plan.barrier and not a.replicated:
+            self._update(number, made)
 
-    def _update(self, number: int, blocks: list[int], gradients: dict[int, tuple[int, ...]], updated: set[int]) -> None:
-        for block in blocks:
-            self.add(Op.UPDATE, block, number, *gradients[block])
-            updated.add(block)
+    def _with(self, trained: int) -> set[int]:
+        """The blocks that add to the gradients of the weights of `trained`."""
+        return {trained}.union(*(tied for tied in self.together if trained in tied))
+
+    def _update(self, number: int, made: _Made) -> None:
+        """Of all whose gradients are whole by now."""
+        for trained, needs in made.gradients.items():
+            if trained not in made.updated:
+                block, candidate = made.of[trained]
+                self.add(Op.UPDATE, block, number, *needs, candidate=candidate)
+                made.updated.add(trained)
+
+
+@dataclass
+class _Made:
+    """By block or candidate what an assignment's instructions have made so far: where in the list the backward is, and
+    what makes the gradients whole."""
+
+    of: dict[int, tuple[int, int | None]] = field(default_factory=dict)  # block and candidate
+    backward: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)

@@ -23,7 +23,7 @@ def check(program: Program) -> None:
                 )
     for number, assignment in enumerate(program.plan.assignments):
         orders = {
-            tuple(i.block for i in program.ranks[r] if i.op is Op.ALL_REDUCE and i.assignment == number)
+            tuple(i.trains for i in program.ranks[r] if i.op is Op.ALL_REDUCE and i.assignment == number)
             for r in assignment.ranks
         }
         if len(orders) != 1:
@@ -88,7 +88,7 @@ def _run(program: Program, steps: int) -> None:
 
 
 def _gate(step: int, gate: Instruction) -> tuple[int, ...]:
-    return (step, -1 if gate.op is Op.BARRIER else gate.assignment, -1 if gate.block is None else gate.block)
+    return (step, -1 if gate.op is Op.BARRIER else gate.assignment, -1 if gate.trains is None else gate.trains)
 
 
 def _members(program: Program, gate: Instruction) -> int:

@@ -12,6 +12,7 @@ def generate(instructions: Sequence[Instruction], rank: int, own_input: bool = F
 
     inputs0  rows of the inputs, of assignment 0      x3  the teacher's boundary after block 3
     loss3    the loss of student block 3              s3  the student's own boundary after block 3
+    loss3_7  the loss of candidate 7 for block 3
     """
     loaded = {i.assignment for i in instructions if i.op is Op.LOAD}
     reads = [_reads(i, own_input, i.assignment in loaded) for i in instructions]
@@ -25,6 +26,8 @@ def generate(instructions: Sequence[Instruction], rank: int, own_input: bool = F
             given.append("()")
         if instruction.microbatch:
             names = [*names, f"part={instruction.microbatch}"]
+        if instruction.candidate is not None:
+            names = [*names, f"candidate={instruction.candidate}"]
         call = f"rank.{instruction.op.value}({', '.join([*given, *names])})"
         lines.append(f"    {result} = {call}" if result else f"    {call}")
         own = dict.fromkeys([*reads[position], *([result] if result else [])])
@@ -67,7 +70,7 @@ def _reads(instruction: Instruction, own_input: bool, loaded: bool) -> list[str]
         case Op.RELAY_STUDENT:
             return [_boundary("s", block)]
         case Op.STUDENT_BACKWARD:
-            return [f"loss{block}"]
+            return [_loss(instruction)]
         case _:
             return []
 
@@ -81,9 +84,14 @@ def _writes(instruction: Instruction) -> str | None:
         case Op.STUDENT_BOUNDARY | Op.RECEIVE_STUDENT | Op.EVALUATE:
             return f"s{instruction.block}"
         case Op.STUDENT_FORWARD:
-            return f"loss{instruction.block}"
+            return _loss(instruction)
         case _:
             return None
+
+
+def _loss(instruction: Instruction) -> str:
+    of_candidate = "" if instruction.candidate is None else f"_{instruction.candidate}"
+    return f"loss{instruction.block}{of_candidate}"
 
 
 def _boundary(letter: str, block: int) -> str:

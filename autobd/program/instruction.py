@@ -61,6 +61,8 @@ class Instruction:
         edges: indices into `Program.edges` of the messages that it sends or receives.
         microbatch, round: which part of the batch, and which of the step's training rounds.
         version: which of the block's weight versions it reads.
+        candidate: number of the candidate that a student's instruction is about (see `Program.candidates`); None: the
+            student's own block.
         lane: which of the rank's lanes runs it; one lane is straight-line order.
         after: indices, within the rank's instructions, of those that must be done before. The checker and the
             simulator use these edges, not the order of the list.
@@ -75,3 +77,9 @@ class Instruction:
     version: int = 0
     lane: int = 0
     after: tuple[int, ...] = ()
+    candidate: int | None = None
+
+    @property
+    def trains(self) -> int | None:
+        """What a student's instruction is about: number of a block or candidate."""
+        return self.block if self.candidate is None else self.candidate

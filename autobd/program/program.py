@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,12 @@ from ..planner import Plan
 from ..planner.plan import intervals
 from .code import generate
 from .instruction import Edge, Instruction, Op
+
+
+def trained_in(block: int, blocks: int, candidates: Sequence[int]) -> list[int]:
+    """See `Program.trained_in`."""
+    return [block, *(blocks + i for i, own in enumerate(candidates) if own == block)]
+
 
 _SERIAL = iter(range(1 << 62))
 
@@ -27,7 +33,8 @@ class Program:
         ranks: the instructions of each rank, in an order that respects their `after` edges.
         own_input: student blocks are given the student's own boundary, or a mixture of both.
         own_rows: every rank loads the rows that it reads itself; what rank 0 scatters is only which they are.
-        stopped: blocks whose students are not trained any more.
+        stopped: blocks (and candidates) whose students are not trained any more.
+        candidates: the block of each candidate; they are numbered on from the last block.
         batched: indices of the teacher's and of the student's input tensors, and of the targets, that have a row for
             each of the batch.
     """
@@ -40,6 +47,16 @@ class Program:
     own_rows: bool = False
     batched: tuple[frozenset[int], ...] = (frozenset(), frozenset(), frozenset())
     stopped: frozenset[int] = frozenset()
+    candidates: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return sum(len(a.blocks) for a in self.plan.assignments)
+
+    def trained_in(self, block: int) -> list[int]:
+        """What is trained in a block: its number, and those of its candidates."""
+        return trained_in(block, self.blocks, self.candidates)
 
     @property
     def targets(self) -> bool:

@@ -83,7 +83,7 @@ class _Simulation:
             waiting = [r for r, own in enumerate(self.program.ranks) if any(i.op is Op.BARRIER for i in own)]
             return max(self.joined[gate].values()) if len(self.joined[gate]) == len(waiting) else None
         elif instruction.op is Op.ALL_REDUCE:
-            self.joined[step, instruction.assignment, instruction.block or 0][rank] = now
+            self.joined[step, instruction.assignment, instruction.trains or 0][rank] = now
         elif instruction.op is Op.UPDATE:
             for i in instruction.after:
                 before = self.program.ranks[rank][i]
@@ -97,12 +97,12 @@ class _Simulation:
     def _reduce(self, step: int, gate: Instruction) -> float | None:
         """When an all-reduce is done: after the last rank has come, and the group's all-reduce before it."""
         ranks, block = self.program.plan.assignments[gate.assignment].ranks, gate.block or 0
-        key = (step, gate.assignment, block)
+        key = (step, gate.assignment, gate.trains or 0)
         if len(self.joined[key]) < len(ranks):
             return None
         done = (-1, *key)
         if done not in self.reduced:
-            size = self.profile.blocks[block].gradient_bytes
+            size = self.profile.blocks[block].gradient_bytes / len(self.program.trained_in(block))
             begin = max(*self.joined[key].values(), self.reduced[ranks])
             self.reduced[done] = self.reduced[ranks] = begin + self.profile.reduce_seconds(ranks, size)
         return self.reduced[done]
@@ -117,14 +117,15 @@ class _Simulation:
             return self.profile.load if instruction is first else 0.0
         if op is Op.TEACHER_FORWARD:
             return costs.teacher[kind].at(rows)
+        shared = len(self.program.trained_in(block))  # costs are of all candidates together
         if op in (Op.STUDENT_FORWARD, Op.STUDENT_BACKWARD):
             m, again = assignment.microbatches, assignment.recompute
-            kept = costs.student_seconds(kind, rows, m) / m
+            kept = costs.student_seconds(kind, rows, m) / m / shared
             if op is Op.STUDENT_FORWARD:
                 return FORWARD * kept
-            return costs.student_seconds(kind, rows, m, again) / m - FORWARD * kept
+            return costs.student_seconds(kind, rows, m, again) / m / shared - FORWARD * kept
         if op is Op.UPDATE:
-            return costs.update[kind]
+            return costs.update[kind] / shared
         links = [self._moved(rank, self.program.edges[e]) for e in instruction.edges]
         # Messages of one instruction are under way together.
         return sum(size / link.bandwidth for link, size in links) + max(

@@ -1,6 +1,7 @@
 """What blocks are trained with."""
 
 from .block_recipe import BlockRecipe, check_tied
+from .budget import Budget
 from .finish import Finish
 from .losses import KL, MSE, CosineDistance, RelativeL1, Weighted
 from .recipe import Recipe
@@ -11,6 +12,7 @@ __all__ = [
     "KL",
     "MSE",
     "BlockRecipe",
+    "Budget",
     "CosineDistance",
     "Finish",
     "Recipe",

@@ -164,20 +164,21 @@ class Recipe:
     def frozen(self, names: Iterable[str]) -> list[str]:
         """Those of a student's parameters that are not trained. Errors: InputError for a pattern that fits none."""
         names = list(names)
-        if callable(self.freeze):
-            return [n for n in names if self.freeze(n)]
-        found: dict[str, None] = {}
-        for pattern in self.freeze:
-            own = [n for n in names if fnmatchcase(n, pattern) or n.startswith(f"{pattern}.")]
-            if not own:
+        for pattern in () if callable(self.freeze) else self.freeze:
+            if not any(_fits(pattern, name) for name in names):
                 raise InputError(
                     "Recipe.freeze names nothing in the student.",
                     given=repr(pattern),
                     expected="a pattern of parameter names, or the path of a module with parameters",
                     do=f"perhaps you meant {nearest(pattern, names, 1)}",
                 )
-            found |= dict.fromkeys(own)
-        return list(found)
+        return [name for name in names if self.freezes(name)]
+
+    def freezes(self, name: str) -> bool:
+        """Whether a student's parameter of this name is not trained."""
+        if callable(self.freeze):
+            return bool(self.freeze(name))
+        return any(_fits(pattern, name) for pattern in self.freeze)
 
     def _value(self, name: str, block: int, blocks: int) -> Any:
         given = getattr(self, name)
@@ -201,6 +202,10 @@ def _check(name: str, value: Any) -> None:
     accepts, expected = _VALUES[name]
     if not accepts(value):
         raise InputError(f"Recipe.{name} has an impossible value.", given=repr(value), expected=expected)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 def _is_count(value: Any) -> bool:

@@ -20,8 +20,8 @@ def plot(history: History) -> Any:
     figure = Figure(figsize=(5 * (1 + len(metrics)), 4), layout="constrained")
     axes = figure.subplots(1, 1 + len(metrics), squeeze=False)[0]
     losses = axes[0]
-    for block in range(len(history.relative[0])):
-        losses.plot([r[block] for r in history.relative], label=f"block {block}", linewidth=1)
+    for column, label in enumerate(history.labels):
+        losses.plot([r[column] for r in history.relative], label=f"block {label}", linewidth=1)
     losses.set(title="relative loss", xlabel="step", yscale="log")
     losses.legend(fontsize="small")
     for axis, name in zip(axes[1:], metrics, strict=True):

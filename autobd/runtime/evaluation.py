@@ -30,7 +30,8 @@ class Evaluation(Work):
 
     def __init__(self, rank: Rank, program: Program, first: int) -> None:
         super().__init__(rank.number, program, rank.parts, rank.peers, first, talks=False)
-        self.rank, self.students, self.maps = rank, rank.students, rank.maps
+        self.rank, self.maps = rank, rank.maps
+        self.students = {b: s for b, s in rank.students.items() if b < program.blocks}
         self.at = None
         own, end = program.plan.assignments[-1].ranks, self.links.end
         self.outputs: list[Part] = []  # of this rank, where it is the one that calls

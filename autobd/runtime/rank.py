@@ -27,7 +27,8 @@ class Rank(Work):
 
     Arguments:
         number: which rank; `program`: what all of them do.
-        parts: the block pairs that this rank runs, with students where it trains them.
+        parts: the block pairs that this rank runs, with students where it trains them, by number of the block or
+            candidate.
         seed: as for `distill`.
         peers: the way to the other ranks.
         states: what blocks go on from that have been trained before.
@@ -48,12 +49,13 @@ class Rank(Work):
         students = {b: part.student for b, part in self.parts.items() if part.student is not None}
         like = _like(students)
         self.students = {b: Student(s, like) for b, s in students.items()}
-        self.maps = ChannelMaps({b: (s.before, s.behind) for b, s in students.items()}, like)
+        self.maps = ChannelMaps({b: (s.before, s.behind) for b, s in students.items() if b < program.blocks}, like)
         for block, student in self.students.items():
-            student.train_too(self.maps.trained_with(block))
+            student.train_too(self.maps.trained_with(block) if block < program.blocks else {})
             student.rests = block in program.stopped
             if states and block in states:
                 student.go_on(states[block])
+            self.assignment[block] = self.assignment[self.parts[block].block]
         _set_modes(self.parts)
         self.sums: dict[int, GradientSum] = {}
         self.reducers: dict[int, AllReduce] = {

@@ -24,8 +24,8 @@ class Work(Exchange):
     """The methods that generated programs call, on the rows that a rank holds.
 
     Attributes:
-        seed: as for `distill`; `students`: in training, by block; `maps`: their channel maps.
-        sums: gradients on their way to and from replicas, by block; `reducers`: by assignment.
+        seed: as for `distill`; `students`: in training, by block or candidate; `maps`: their channel maps.
+        sums: gradients on their way to and from replicas, likewise; `reducers`: by assignment.
         gate: waits for all ranks that train; None: there is nobody to wait for.
         at: the block that is under way.
     """
@@ -67,22 +67,26 @@ class Work(Exchange):
         target: Boundary | None,
         own_boundary: Boundary | None = None,
         part: int = 0,
+        candidate: int | None = None,
     ) -> Tensor | None:
         """The loss of the student block against the teacher's next boundary `target`; None without rows.
 
         Arguments:
             boundary: the teacher's before the block; `own_boundary`: the student's own, with `Program.own_input`.
             part: which of the assignment's microbatches.
+            candidate: the one for the block that is trained; None: the student's own.
         """
-        self.at = block
-        student, a = self.students[block], self.program.plan.assignments[self.assignment[block]]
+        trained = self.at = block if candidate is None else candidate
+        student, a = self.students[trained], self.program.plan.assignments[self.assignment[block]]
         first, last = self.rows(self.assignment[block], self.number)
         own = intervals((1,) * a.microbatches, last - first)[part]
         if part == 0:
             student.begin()
             if student.normalisers is None:
                 with torch.no_grad():
-                    student.normalisers = self._normalisers(block, self._targets(student, target), last - first)
+                    student.normalisers = self._normalisers(
+                        student, block, self._targets(student, target), last - first
+                    )
         student.weight = (own[1] - own[0]) / max(self.header.batch, 1)
         if target is None or own[0] == own[1]:
             return None
@@ -93,16 +97,16 @@ class Work(Exchange):
         with torch.no_grad():
             targets = self._targets(student, target)
         share = a.ranks.index(self.number) * a.microbatches + part
-        seed = student_seed(self.seed, self.header.step, block, share=share)
+        seed = student_seed(self.seed, self.header.step, trained, share=share)
         draw = keyed(seed, self.device, student.part.draws_python) if student.part.draws else nullcontext()
         with torch.enable_grad(), draw:
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in student.part.inputs]
-            leave, where = partial(self.maps.leave, block), self._where(block)
+            leave, where = partial(self.maps.leave, block), self._where(trained)
             split = a.replicated or a.microbatches > 1
             labels = inputs.targets if inputs is not None and student.recipe.target_loss is not None else None
-            entering = self._entering(block, boundary, own_boundary)
+            entering = self._entering(student, block, boundary, own_boundary)
             loss = student.forward(entering, given, targets, leave, where, split, labels)
-        if self.program.own_input:
+        if self.program.own_input and candidate is None:
             student.keep()
         if student.rests:
             student.put_back()
@@ -119,17 +123,17 @@ class Work(Exchange):
                 [self.maps.leave(block, i, t) if i in student.part.distilled else t for i, t in enumerate(outputs)]
             )
 
-    def student_backward(self, block: int, loss: Tensor | None, part: int = 0) -> None:
+    def student_backward(self, block: int, loss: Tensor | None, part: int = 0, candidate: int | None = None) -> None:
         """Gradients of the block's own weights, of the mean over the whole batch."""
-        self.at = block
-        student = self.students[block]
+        trained = self.at = block if candidate is None else candidate
+        student = self.students[trained]
         student.output = None
         trains = bool(student.learner.parameters) or student.part.tied
         if loss is None or not trains or not student.learns:
             return
         if not loss.requires_grad:
             raise LossError(
-                f"{self._where(block)}: the loss does not depend on the student's parameters.",
+                f"{self._where(trained)}: the loss does not depend on the student's parameters.",
                 given="a loss without gradient",
                 expected="a differentiable function of its first argument",
             )
@@ -137,29 +141,30 @@ class Work(Exchange):
             loss = loss * student.weight
         student.learner.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
-    def all_reduce(self, block: int) -> None:
+    def all_reduce(self, block: int, candidate: int | None = None) -> None:
         """Begin to sum the block's gradients over its replicas."""
-        learner = self.students[block].learner
+        trained = block if candidate is None else candidate
+        learner = self.students[trained].learner
         if learner.due:
-            self.sums[block] = GradientSum(list(learner.parameters.values()), self.reducers[self.assignment[block]])
+            self.sums[trained] = GradientSum(list(learner.parameters.values()), self.reducers[self.assignment[block]])
 
     def barrier(self, assignment: int) -> None:
         """Wait for all ranks that train."""
         if self.gate is not None:
             self.gate([torch.zeros(1, device=self.device)]).result(self.peers.patience)
 
-    def update(self, block: int) -> None:
+    def update(self, block: int, candidate: int | None = None) -> None:
         """Clip, step and forget the gradients of this block alone."""
-        self.at = block
-        if block in self.sums:
-            self.sums.pop(block).finish(self.peers)
-        self.students[block].step()
+        trained = self.at = block if candidate is None else candidate
+        if trained in self.sums:
+            self.sums.pop(trained).finish(self.peers)
+        self.students[trained].step()
 
     # ----------------------------------------------------------------
 
-    def _normalisers(self, block: int, targets: list[Tensor], rows: int) -> list[Tensor]:
+    def _normalisers(self, student: Student, block: int, targets: list[Tensor], rows: int) -> list[Tensor]:
         """The mean square of each distilled tensor over the first batch, whoever holds its rows; `rows` are here."""
-        student, number = self.students[block], self.assignment[block]
+        number = self.assignment[block]
         if number not in self.reducers:
             return [mean_square(t) for t in targets]
         sums = torch.zeros(len(student.part.distilled), dtype=torch.float64, device=self.device)
@@ -194,11 +199,11 @@ class Work(Exchange):
         before, mine = (None if b is None else tuple(map(rows, b)) for b in (boundary, own_boundary))
         return inputs, before, tuple(map(rows, target)), mine
 
-    def _entering(self, block: int, boundary: Boundary | None, own: Boundary | None) -> Boundary:
-        """The boundary before `block` as the student's block takes it: the teacher's and the student's own, mixed."""
+    def _entering(self, student: Student, block: int, boundary: Boundary | None, own: Boundary | None) -> Boundary:
+        """The boundary before `block` as its `student` takes it: the teacher's and the student's own, mixed."""
         if boundary is None:
             return ()
-        student, share = self.students[block], self.header.own if own is not None else 0.0
+        share = self.header.own if own is not None else 0.0
         given = list(own or ())
         if own is None or share == 0:
             given = [a(t) for a, t in zip(student.before, boundary, strict=True)]
@@ -208,7 +213,7 @@ class Work(Exchange):
         return tuple(self.maps.enter(block, i, t) for i, t in enumerate(given))
 
     def _where(self, block: int | None) -> str:
-        what = "" if block is None else f", block {block} ({self.parts[block].where})"
+        what = "" if block is None else f", block {self.parts[block].block} ({self.parts[block].where})"
         return f"Rank {self.number}{what}, step {self.header.step}"
 
 

@@ -1,7 +1,8 @@
 """Epochs: data, the training loop, history."""
 
-from .asked import asked_finish, asked_recalibration
+from .asked import asked_finish, asked_recalibration, check_candidates
 from .callbacks import Callback, Run
+from .choice import Score, Scores, check_budget
 from .data import Batches, random_batches
 from .finish import finishing
 from .history import History, Scored
@@ -9,6 +10,7 @@ from .loop import write_back
 from .moves import Moves
 from .own_rows import OwnRows
 from .pair import ToPair
+from .settle import judged, settle
 from .sizes import check_batch, check_like
 from .task import Task
 from .tensorboard import TensorBoard
@@ -22,7 +24,9 @@ __all__ = [
     "Moves",
     "OwnRows",
     "Run",
+    "Score",
     "Scored",
+    "Scores",
     "Task",
     "TensorBoard",
     "ToPair",
@@ -31,9 +35,13 @@ __all__ = [
     "asked_finish",
     "asked_recalibration",
     "check_batch",
+    "check_budget",
+    "check_candidates",
     "check_like",
     "finishing",
+    "judged",
     "random_batches",
+    "settle",
     "train",
     "write_back",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError
-from ..recipe import Finish
+from ..recipe import Budget, Finish, Recipe
 from .data import Batches
 
 _RECALIBRATION = 50  # batches
@@ -46,4 +47,28 @@ def _check_again(what: str, batches: Batches) -> None:
             given=type(batches.data).__name__,
             expected="data that can be read once per epoch",
             do="pass a DataLoader, Dataset or list",
+        )
+
+
+def check_candidates(candidates: Any, budget: Any, recipe: Recipe, hybrid: bool) -> None:
+    """Errors: InputError for candidates or a budget that are none, or together with what they cannot have."""
+    if budget is not None and not isinstance(budget, Budget):
+        raise InputError("budget= is no budget.", given=repr(budget), expected="Budget(...) or None")
+    if candidates is None:
+        if budget is not None:
+            raise InputError("There is a budget, and nothing to choose.", given="budget= without candidates=")
+        return
+    if not isinstance(candidates, Mapping) or not candidates:
+        raise InputError("candidates= is no mapping.", given=repr(candidates), expected="{module path: [module, ...]}")
+    if hybrid:
+        raise InputError(
+            "A student with adapters cannot have candidates.",
+            given="candidates= and hybrid=True",
+            do="leave one of them out",
+        )
+    if recipe.block_input != "teacher":
+        raise InputError(
+            "Candidates are compared on the teacher's boundary: the student's own depends on which are chosen.",
+            given=f"candidates= and block_input={recipe.block_input!r}",
+            do='use Recipe(block_input="teacher"), and distil the student that comes out again',
         )

@@ -41,7 +41,8 @@ class Bars:
                 ranks = ", ".join(map(str, a.ranks))
                 bar.set_description_str(f"  rank {ranks}  relative loss of block {losses}", refresh=False)
             if not self._stages:
-                losses = " ".join(f"{value:.3f}" for value in newest)
+                own = newest[: len(newest) - len(history.candidates)]
+                losses = " ".join(f"{value:.3f}" for value in own)
                 self._steps.set_postfix_str(f"relative loss {losses}", refresh=False)
         if self._steps.update(history.steps - self._steps.n):  # it was drawn
             for bar in self._stages:

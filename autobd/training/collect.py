@@ -19,11 +19,12 @@ class Collector:
     """Losses of whole steps, in order, from the shares that ranks report, possibly some steps late.
 
     Arguments:
-        rank: the caller's; `blocks`: how many there are; `history`: what grows.
+        rank: the caller's; `history`: what grows.
     """
 
-    def __init__(self, rank: Rank, blocks: int, history: History) -> None:
-        self._rank, self._blocks, self._history = rank, blocks, history
+    def __init__(self, rank: Rank, history: History) -> None:
+        self._rank, self._history = rank, history
+        self._trained = rank.program.blocks + len(rank.program.candidates)
         self._steps: dict[int, list[dict[int, ShareLosses]]] = defaultdict(list)
         self._times: dict[int, Tensor] = {}  # by rank, at the last epoch's end
 
@@ -33,7 +34,7 @@ class Collector:
         done = self._history.steps
         while len(self._steps[done]) == 1 + len(self._rank.links.results):
             shares = self._steps.pop(done)
-            blocks = [[s[block] for s in shares if block in s] for block in range(self._blocks)]
+            blocks = [[s[block] for s in shares if block in s] for block in range(self._trained)]
             trained = [sum(s.loss * s.weight for s in own) for own in blocks]
             relative = [sum(s.relative * s.weight for s in own) for own in blocks]
             for block in self._rank.program.stopped:  # as they were at last

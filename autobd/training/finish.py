@@ -48,6 +48,7 @@ def finishing(task: Task, how: Finish, batch: Any, cluster: Cluster) -> tuple[Ta
         start={},
         replan=None,
         recalibrate=0,
+        trains=True,
         stage="finished",
     )
     chosen = plan(analytic(whole, cluster, rows), "ir")

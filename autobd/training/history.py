@@ -13,6 +13,8 @@ from typing import Any
 from ..errors import InputError
 from ..tables import table
 
+_COLUMNS = ("stage", "step", "epoch", "block", "candidate", "loss", "relative")
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -35,10 +37,11 @@ class History:
     """What happened, step by step; grows while training runs.
 
     Attributes:
-        losses: per step, the trained loss of each block.
+        losses: per step, the trained loss of each block, then of each candidate.
         relative: per step and block, mean squared error over the mean square of the teacher's boundary on the first
             batch: 1 is what a student that outputs zeros gets.
         epoch_ends: number of steps done at the end of each epoch.
+        candidates: of the columns behind those of the blocks: block, and number of the candidate.
         scores: what models were worth on the data to validate with.
         finish: the same of the training end to end, as one block; None without one.
         seconds: wall time of the training.
@@ -47,6 +50,7 @@ class History:
     losses: list[tuple[float, ...]] = field(default_factory=list)
     relative: list[tuple[float, ...]] = field(default_factory=list)
     epoch_ends: list[int] = field(default_factory=list)
+    candidates: list[tuple[int, int]] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
     finish: History | None = None
     seconds: float = 0.0
@@ -54,6 +58,17 @@ class History:
     @property
     def steps(self) -> int:
         return len(self.losses)
+
+    @property
+    def columns(self) -> list[tuple[int, int]]:
+        """Of every column of losses the block, and the number of the candidate, which is 0 for the student's own."""
+        blocks = len(self.losses[0]) - len(self.candidates) if self.losses else 0
+        return [*((b, 0) for b in range(blocks)), *self.candidates]
+
+    @property
+    def labels(self) -> list[str]:
+        """Of every column of losses: the block, and the candidate if it is one."""
+        return [f"{block}, candidate {number}" if number else str(block) for block, number in self.columns]
 
     def of(self, what: str) -> list[Scored]:
         """The scores of one model, over time."""
@@ -67,21 +82,21 @@ class History:
     # ---------------------------------------------------------------- for other programs
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row for every step and block: stage ("blocks", "finish"), step, epoch, block, loss, relative."""
+        """One row for every step and block, or candidate: see `_COLUMNS`; stage is "blocks" or "finish"."""
         for stage, history in (("blocks", self), ("finish", self.finish)):
             if history is None:
                 continue
-            epoch = 0
+            epoch, columns = 0, history.columns
             for step, (losses, relative) in enumerate(zip(history.losses, history.relative, strict=True)):
                 while epoch < len(history.epoch_ends) and step >= history.epoch_ends[epoch]:
                     epoch += 1
-                for block, (loss, r) in enumerate(zip(losses, relative, strict=True)):
-                    yield {"stage": stage, "step": step, "epoch": epoch, "block": block, "loss": loss, "relative": r}
+                for column, loss, r in zip(columns, losses, relative, strict=True):
+                    yield dict(zip(_COLUMNS, (stage, step, epoch, *column, loss, r), strict=True))
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write `rows` as a table."""
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, ["stage", "step", "epoch", "block", "loss", "relative"])
+            writer = csv.DictWriter(file, _COLUMNS)
             writer.writeheader()
             writer.writerows(self.rows())
 
@@ -106,13 +121,13 @@ class History:
         last = self.relative[-min(10, self.steps) :]
         rows = [
             [
-                b,
+                label,
                 f"{self.losses[0][b]:.4g}",
                 f"{self.losses[-1][b]:.4g}",
                 f"{self.relative[0][b]:.4g}",
                 f"{sum(r[b] for r in last) / len(last):.4g}",
             ]
-            for b in range(len(self.losses[0]))
+            for b, label in enumerate(self.labels)
         ]
         text = table(["block", "first loss", "last loss", "first relative", f"relative, last {len(last)} steps"], rows)
         text = f"{self.steps} steps, {len(self.epoch_ends)} epochs, {self.seconds:.1f} s\n{text}"

@@ -29,7 +29,8 @@ class Job:
     """One rank's part of a run.
 
     Attributes:
-        rank: its number; `program`: what all ranks do; `parts`: its block pairs; `seed`: as for `distill`.
+        rank: its number; `program`: what all ranks do; `seed`: as for `distill`.
+        parts: its block pairs, and candidates for its blocks, by number.
         refreshed: ranks that hold copies of weights that another rank trains.
         reader: how the rank reads its own rows, with `Program.own_rows`.
         states: what its blocks go on from, if they have been trained before.
@@ -71,7 +72,8 @@ class Announcer:
         for rank in ranks:
             if rank != 0 and number in self._forms and (rank, number) not in self._told:
                 self._told.add((rank, number))
-                own = {b: self._forms[number][b] for b in blocks_run(self._plan, rank)}
+                blocks = blocks_run(self._plan, rank)
+                own = {n: form for n, form in self._forms[number].items() if form.block in blocks}
                 self._rank.links.announce[rank].send(Header(STEP, sizes=number), [as_bytes(own)])
 
 
@@ -91,7 +93,8 @@ def jobs(
             continue
         trained = {b for a in plan.assignments if rank in a.ranks for b in a.blocks}
         own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in blocks_run(plan, rank)}
-        known = {b: state for b, state in (states or {}).items() if b in trained}
+        own |= {number: parts[number] for b in sorted(trained) for number in program.trained_in(b)}
+        known = {b: state for b, state in (states or {}).items() if b in own}
         found[rank] = Job(rank, program, own, seed, (), reader, known, evaluations or {})
     refreshed = tuple(r for r, job in found.items() if any(p.student and p.student.stale for p in job.parts.values()))
     return {r: replace(job, refreshed=refreshed) for r, job in found.items()}

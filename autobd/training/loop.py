@@ -16,6 +16,7 @@ from ..ranks import EPOCH, STEP, STOP, Header, Peers
 from ..runtime import Rank
 from .bars import Bars
 from .callbacks import Run, call
+from .choice import forward_seconds
 from .collect import Collector
 from .feed import Feed
 from .history import History, Scored
@@ -31,14 +32,17 @@ class Loop:
 
     Attributes:
         values: what training has changed so far, by key in the student; `maps`: channel maps, multiplied.
+        seconds: of every student's forward, where there are candidates (see `forward_seconds`).
         moves_to: the program to go on with; None at the end.
     """
 
     def __init__(self, task: Task, program: Program, bars: Bars) -> None:
         self.task, self.program, self.bars = task, program, bars
         self.history, self.feed = History(), Feed(task.batches)
+        self.history.candidates = [(c.block, c.number) for c in task.split.candidates]
         self.values: dict[str, Tensor] = {}
         self.maps: dict[Place, Tensor] = {}
+        self.seconds: dict[tuple[int, int | None], float] = {}
         self.trace: Trace | None = None
         self.moves_to: Program | None = None
         self._started = time.perf_counter()
@@ -51,13 +55,14 @@ class Loop:
         from."""
         task, feed, recipe = self.task, self.feed, self.task.recipe
         rank, step = job.start(peers), self.program.compile(0)
-        sizes, collector = Sizes(task.split, self.program.batched), Collector(rank, len(task.split), self.history)
+        sizes, collector = Sizes(task.split, self.program.batched), Collector(rank, self.history)
         announce = Announcer(rank, job)
         by_model = evaluations(rank, job.evaluations)
         judge = Judge(rank, by_model, task.split, sizes, task.bare, announce) if by_model else None
         self.moves_to = None
-        while self.moves_to is None and not (self.ended and feed.done):
-            for batch, rows in () if self._goes_over else feed.rest(rank, peers):
+        over = False
+        while not over:
+            for batch, rows in () if self._goes_over or not task.trains else feed.rest(rank, peers):
                 now = self._progress
                 pair = task.to_pair(batch)
                 check_like(pair, task.split)
@@ -79,6 +84,7 @@ class Loop:
                 ask(rank, "done")
             else:
                 self._end_epoch(rank, job, collector, judge)
+            over = self.moves_to is not None or (self.ended and (feed.done > 0 or not task.trains))
         self.trace = collector.trace()
         rank.links.pass_on(STOP, feed.done)
         wanted = [torch.zeros(1)] if self.moves_to else []
@@ -98,7 +104,7 @@ class Loop:
     def ended(self) -> bool:
         recipe = self.task.recipe
         done = self.feed.done == recipe.steps or (recipe.steps is None and self.feed.epoch >= recipe.epochs)
-        return done or self._run.stop
+        return done or self._run.stop or not self.task.trains
 
     def what(self, rank: int) -> str:
         """What a rank does, for errors."""
@@ -129,7 +135,7 @@ class Loop:
         self.history.epoch_ends.append(self.feed.done)
         self.feed.end_epoch()
         self.stopping.end_epoch(self.history, self.values)
-        if len(self.stopping.stopped) == len(self.task.split):
+        if len(self.stopping.stopped) == len(self.stopping.names):
             self._run.stop = True
         ended = self.ended
         self._take_stock(rank, judge, collector)
@@ -139,6 +145,8 @@ class Loop:
         if self.ended and not ended:  # by a callback
             self._take_stock(rank, judge, collector)
         ask(rank, "done")
+        if self.history.candidates:
+            self.seconds |= forward_seconds(collector.trace())
         if self.ended:
             self._tell("on_end")
         self.moves_to = None if self.ended else self._next(collector)
@@ -163,7 +171,7 @@ class Loop:
         scored = self.history.of(task.stage)
         done = scored and scored[-1].step == self.feed.done and not self.stopping.best()
         if validation is not None and not done and (self.ended or self.feed.epoch % validation.every == 0):
-            if task.stage == "assembled" and not self.history.of("teacher"):
+            if task.stage == "assembled" and task.trains and not self.history.of("teacher"):
                 self._note("teacher", judge.score(validation, "teacher", task.to_pair.targets_of))
             self._note(task.stage, judge.score(validation, "student", task.to_pair.targets_of))
         if task.recalibrate and self.ended:

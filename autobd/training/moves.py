@@ -25,9 +25,10 @@ class Moves:
         self._split, self._strategy = split, strategy
 
     def look(self, program: Program, trace: Trace, stopped: frozenset[int]) -> Program | None:
-        """What to go on with, without the students of the blocks that have stopped; None: as before."""
+        """What to go on with, without the students of the blocks and candidates that have stopped; None: as before."""
         if stopped != program.stopped:
-            self.profile = self.profile.untrained(stopped)
+            whole = [b for b in range(len(self._split)) if stopped.issuperset(program.trained_in(b))]
+            self.profile = self.profile.untrained(whole)
             try:
                 return again(program, self._split, stopped=stopped, plan=plan(self.profile, self._strategy))
             except PlanError:  # ranks would wait for each other

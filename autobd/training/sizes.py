@@ -37,6 +37,8 @@ class Sizes:
         if key in self._numbers:
             return self._numbers[key], None
         forms = forms_of(resized(self._split, pair))
+        for n, c in enumerate(self._split.candidates, len(self._split)):
+            forms[n] = forms_of(resized(c.split, pair))[c.block]
         number = self._numbers[key] = len(self._numbers)
         if number == _MANY:
             warnings.warn(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from ..blocks import Split
+from ..parts.candidates import name_of
 from ..recipe import Recipe
 from .history import History
 
@@ -18,16 +19,21 @@ class Stopping:
     """Looks at the mean relative loss of every block over each epoch.
 
     Attributes:
-        stopped: blocks that learn no more; `notes`: when and why.
+        names: of what is trained: the blocks, then the candidates.
+        losses: mean relative loss of the last epoch, or of the best one where its weights are kept.
+        stopped: blocks and candidates that learn no more; `notes`: when and why.
     """
 
     def __init__(self, split: Split, recipe: Recipe) -> None:
-        self._blocks = [recipe.for_block(b, len(split), split.logits) for b in range(len(split))]
-        self._keep, self._places = recipe.keep_best, _places(split)
+        self.names = [*(f"block {b}" for b in range(len(split))), *map(str, split.candidates)]
+        numbers = [*range(len(split)), *(c.block for c in split.candidates)]
+        self._blocks = [recipe.for_block(b, len(split), split.logits) for b in numbers]
+        self._keep, self._places = recipe.keep_best, [*_places(split), *_of_candidates(split)]
         self._together = [tie.blocks for tie in split.ties if tie.together]
-        self._least = [math.inf] * len(split)
-        self._best: list[dict[str, Tensor]] = [{} for _ in range(len(split))]
-        self._waited = [0] * len(split)  # epochs since it was better
+        self._least = [math.inf] * len(numbers)
+        self.losses = [math.inf] * len(numbers)
+        self._best: list[dict[str, Tensor]] = [{} for _ in numbers]
+        self._waited = [0] * len(numbers)  # epochs since it was better
         self.stopped: frozenset[int] = frozenset()
         self.notes: list[str] = []
 
@@ -41,6 +47,7 @@ class Stopping:
             if b in self.stopped or not losses:
                 continue
             mean = sum(losses) / len(losses)
+            self.losses[b] = min(mean, self._least[b]) if self._keep else mean
             self._waited[b] = 0 if mean < self._least[b] * (1 - _GAINS) else self._waited[b] + 1
             if mean < self._least[b]:
                 self._least[b] = mean
@@ -55,7 +62,7 @@ class Stopping:
         new = sorted(found - self.stopped)
         self.stopped = frozenset(found)
         self.notes += [
-            f"block {b} stopped after epoch {len(history.epoch_ends)}, at a relative loss of {self._least[b]:.3g}"
+            f"{self.names[b]} stopped after epoch {len(history.epoch_ends)}, at a relative loss of {self._least[b]:.3g}"
             for b in new
         ]
 
@@ -76,3 +83,13 @@ def _places(split: Split) -> list[Collection[str]]:
             maps |= {f"in {b - 1} {i}" for i in range(len(split.pairs[b - 1].adapters))}
         names.append({n for n in own if (n, b) not in elsewhere} | maps)
     return names
+
+
+def _of_candidates(split: Split) -> list[Collection[str]]:
+    return [
+        {
+            name_of(split, i, key)
+            for key, _ in (*c.split.student.model.named_parameters(), *c.split.student.model.named_buffers())
+        }
+        for i, c in enumerate(split.candidates)
+    ]

@@ -31,6 +31,7 @@ class Task:
         validation: how to judge the models at epoch ends; None: not at all.
         recalibrate: batches from which the assembled student's batch norms take their statistics in the end.
         callbacks: objects with some of `Callback`'s methods.
+        trains: False: judge the student as it is, and nothing else.
         stage: what the student is called in scores: "assembled" while its blocks are trained, "finished" after them.
     """
 
@@ -45,6 +46,7 @@ class Task:
     validation: Validation | None = None
     recalibrate: int = 0
     callbacks: tuple[Any, ...] = ()
+    trains: bool = True
     stage: str = "assembled"
 
     @property

@@ -28,8 +28,8 @@ class TensorBoard(Callback):
     def on_step(self, run: Run) -> None:
         step = run.step - 1
         if step % self.every == 0:
-            for block, value in enumerate(run.history.relative[step]):
-                self._writer.add_scalar(f"{run.stage}/relative loss of block {block}", value, step)
+            for label, value in zip(run.history.labels, run.history.relative[step], strict=True):
+                self._writer.add_scalar(f"{run.stage}/relative loss of block {label}", value, step)
 
     def on_epoch(self, run: Run) -> None:
         for scored in run.history.scores[self._written :]:

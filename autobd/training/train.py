@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..graph.state import copied, module_tensors, untouched
 from ..parts import BlockState, Part, parts_of
+from ..parts.candidates import candidate_parts
 from ..parts.channels import Place
 from ..planner import Plan
 from ..program import Program, Trace, evaluation
@@ -27,13 +28,22 @@ from .task import Task
 
 @dataclass(frozen=True)
 class Trained:
-    """How it went: losses; the program that ran last, and when every rank did what; trained channel maps; what the user
-    should know."""
+    """How it went.
+
+    Attributes:
+        history: losses; `program`: what ran last; `trace`: when every rank did what.
+        maps: trained channel maps; `values`: what training has changed, by key in the student or of candidates.
+        losses, seconds: of the blocks and candidates (see `contest`).
+        notes: what the user should know.
+    """
 
     history: History
     program: Program
     trace: Trace
     maps: dict[Place, Tensor]
+    values: dict[str, Tensor]
+    losses: list[float]
+    seconds: dict[tuple[int, int | None], float]
     notes: tuple[str, ...] = ()
 
 
@@ -85,7 +95,17 @@ def train(task: Task, program: Program, group: Group, progress: bool = False) ->
             parts = _parts(task, loop.moves_to.plan, {**task.start, **loop.values})
             loop.go_over(loop.moves_to)
     assert loop.trace is not None
-    return Trained(loop.history, loop.program, loop.trace, loop.maps, tuple(loop.stopping.notes))
+    stopping = loop.stopping
+    return Trained(
+        loop.history,
+        loop.program,
+        loop.trace,
+        loop.maps,
+        loop.values,
+        stopping.losses,
+        loop.seconds,
+        tuple(stopping.notes),
+    )
 
 
 def _parts(task: Task, plan: Plan, start: Mapping[str, Tensor]) -> list[Part]:
@@ -94,7 +114,8 @@ def _parts(task: Task, plan: Plan, start: Mapping[str, Tensor]) -> list[Part]:
     copy_all([(tensor, start[name]) for name, tensor in tensors if name in start])
     student.train()
     recomputed = [b for a in plan.assignments if a.recompute for b in a.blocks]
-    return parts_of(task.split, student, task.recipe, recomputed)
+    parts = parts_of(task.split, student, task.recipe, recomputed)
+    return [*parts, *candidate_parts(task.split, student, task.recipe, recomputed, parts, start)]
 
 
 def _evaluations(task: Task, plan: Plan) -> dict[str, Program]:

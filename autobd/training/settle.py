@@ -1,0 +1,47 @@
+"""Give the student the best of its candidates, when all of them are trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..blocks.candidates import assembled
+from ..parts.candidates import name_of
+from ..program import build
+from ..ranks import Group
+from ..recipe import Budget
+from .choice import Scores, contest
+from .history import Scored
+from .loop import write_back
+from .task import Task
+from .train import Trained, train
+
+
+def settle(task: Task, trained: Trained, budget: Budget) -> tuple[Task, Scores, tuple[str, ...]]:
+    """Every candidate gets its trained weights; the chosen ones become the student's own modules, with what the rest of
+    their blocks has learned beside them.
+
+    Returns: the task with the student as it now is, what all candidates are worth, and what the user should know.
+    """
+    split, (found, notes) = task.split, contest(task.split, trained.losses, trained.seconds, budget)
+    weights = []
+    for i, c in enumerate(split.candidates):
+        model, place = c.split.student.model, f"{c.path}."
+        keys = [key for key, _ in (*model.named_parameters(), *model.named_buffers())]
+        own = {key: trained.values[name_of(split, i, key)] for key in keys if name_of(split, i, key) in trained.values}
+        write_back({k.removeprefix(place): v for k, v in own.items() if k.startswith(place)}, c.module)
+        weights.append(own)
+    whole = assembled(split, found.chosen)
+    for c, own in zip(split.candidates, weights, strict=True):
+        if (c.block, c.number) in found.chosen:
+            write_back(own, whole.student.model)
+    return replace(task, split=whole, start={}, replan=None), found, notes
+
+
+def judged(task: Task, trained: Trained, group: Group) -> list[Scored]:
+    """What the student of `task` is worth as it is, and with batch norms recalibrated if that is asked for; by the plan
+    that `trained` ended with."""
+    if task.validation is None and not task.recalibrate:
+        return []
+    program = build(trained.program.plan, task.split, own_rows=trained.program.own_rows)
+    history = train(replace(task, trains=False, callbacks=()), program, group).history
+    return [replace(s, epoch=len(trained.history.epoch_ends), step=trained.history.steps) for s in history.scores]
