@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..costs import Profile
 from .plan import Assignment, Plan, Prediction
@@ -55,20 +56,22 @@ def predict(plan: Plan, profile: Profile) -> Prediction:
 def rank_bytes(plan: Plan, profile: Profile) -> tuple[float, ...]:
     """What each rank holds at most: all its weights and buffers, and the work of one assignment at a time."""
     relays = [(plan.before(a) is not None, plan.after(a) is not None) for a in plan.assignments]
-    found: dict[tuple[tuple[int, int], ...], float] = {}  # by assignments and rows, which many ranks have in common
+    found: dict[tuple[Any, bool], float] = {}  # by assignments and rows, which many ranks have in common
     ranks = [
         tuple((n, a.rows[a.ranks.index(rank)]) for n, a in enumerate(plan.assignments) if rank in a.ranks)
         for rank in range(len(plan.devices))
     ]
-    for shares in set(ranks):
+    for shares, reads in {(shares, rank == 0) for rank, shares in enumerate(ranks)}:
         own = [(plan.assignments[n], rows) for n, rows in shares]
         teachers = {b for a, _ in own for b in plan.teacher_blocks(a)}
         held = _weights(profile, teachers, [b for a, _ in own for b in a.blocks])
         for n, rows in shares:
             held += _buffers(profile, plan.assignments[n].blocks, rows, relays[n])
+        inputs = [_inputs(profile, rows) for n, rows in shares if not relays[n][0]]
+        held += max(inputs, default=0.0) if reads else sum(inputs)  # the rank that loads has each batch once
         work = [_work(profile, plan.teacher_blocks(a), a.blocks, rows, a.microbatches, a.recompute) for a, rows in own]
-        found[shares] = held + max(work, default=0.0)
-    return tuple(found[shares] for shares in ranks)
+        found[shares, reads] = held + max(work, default=0.0)
+    return tuple(found[shares, rank == 0] for rank, shares in enumerate(ranks))
 
 
 def loads_of(plan: Plan, assignment: Assignment, profile: Profile) -> list[Load]:
@@ -131,6 +134,7 @@ def stage_bytes(
         microbatches, recompute: as in `Assignment`.
     """
     held = _weights(profile, teacher, blocks) + _buffers(profile, blocks, rows, relays)
+    held += 0.0 if relays[0] else _inputs(profile, rows)
     return held + _work(profile, teacher, blocks, rows, microbatches, recompute)
 
 
@@ -145,6 +149,11 @@ def _buffers(profile: Profile, blocks: Sequence[int], rows: int, relays: tuple[b
     """Of an assignment's edges."""
     received = RECEIVING * profile.blocks[blocks[0] - 1].boundary if relays[0] else 0.0
     return rows * (received + (SENDING * profile.blocks[blocks[-1]].boundary if relays[1] else 0.0))
+
+
+def _inputs(profile: Profile, rows: int) -> float:
+    """Of the next batches' inputs, which wait to be read; a first stage takes them as others take boundaries."""
+    return (RECEIVING - 1) * rows * profile.input_bytes
 
 
 def _work(

@@ -78,7 +78,8 @@ def _fits(profile: Profile, memory: float, held: Tensor, saved: Tensor, border: 
         border: bytes of the boundary at each border; `rows`: of a device.
     """
     given = profile.input_bytes * rows
-    highest = held[:, -1] + saved.amax(1) + (RECEIVING + SENDING) * border.amax(1) + given
+    waiting = (RECEIVING - 1) * given  # at a first stage
+    highest = held[:, -1] + saved.amax(1) + (RECEIVING + SENDING) * border.amax(1) + given + waiting
     if highest.isfinite().all() and (highest <= memory).all():
         return None
     of_unit = torch.stack([saved[:, list(u)].amax(1) for u in profile.units], 1)
@@ -87,5 +88,6 @@ def _fits(profile: Profile, memory: float, held: Tensor, saved: Tensor, border: 
         most = torch.nn.functional.pad(of_k, (1, 0)).expand(held.shape[1], -1).triu(1).cummax(1).values
         edges = RECEIVING * border[k, :, None] + SENDING * border[k, None, :]
         bytes_ = held[k, None, :] - held[k, :, None] + most + edges + given[k]
+        bytes_[0] += waiting[k]
         fits.append(bytes_.isfinite() & (bytes_ <= memory))
     return torch.stack(fits)

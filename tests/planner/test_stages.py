@@ -242,8 +242,16 @@ def test_a_teachers_prefix_needs_its_largest_forward_and_forgets_boundaries_on_t
             Plan("mine", 4, profile.devices, tuple(Assignment((b,), (0,), (4,), "prefix") for b in trained)), profile
         )[0]
 
-    assert held(0) == 4 * (7 + 10 + 1)
-    assert held(1) == 4 * (7 + 100 + 10)  # while the teacher's block 0 runs
-    assert held(0, 1, 2) == held(2) == 4 * (7 + 100 + 10)
+    waiting = 2 * 7  # inputs of the next batches
+    assert held(0) == 4 * (waiting + 7 + 10 + 1)
+    assert held(1) == 4 * (waiting + 7 + 100 + 10)  # while the teacher's block 0 runs
+    assert held(0, 1, 2) == held(2) == 4 * (waiting + 7 + 100 + 10)
     profile = replace(profile, blocks=tuple(replace(b, passing=Curve((1,), (0.0,))) for b in profile.blocks))
-    assert held(2) == 4 * (7 + 20 + 30 + 1)
+    assert held(2) == 4 * (waiting + 7 + 20 + 30 + 1)
+
+
+def test_inputs_of_the_next_batches_wait_at_every_assignment_that_reads_them_but_where_they_are_loaded():
+    profile = replace(Profile.of([1.0] * 3, [1.0] * 3, 4, 2), input_bytes=7.0)
+    half = 2 * 7.0  # of a batch, for one of two replicas
+    assert rank_bytes(plan(profile, "dp"), profile) == (3 * half, (1 + 3 * 2) * half)
+    assert rank_bytes(plan(profile, "ir"), profile) == (3 * half, 3 * half)
