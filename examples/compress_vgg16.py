@@ -37,7 +37,7 @@ def data(options):
 
 
 def main():
-    parser = arguments(__doc__.splitlines()[0], blocks=4, finish=2)
+    parser = arguments(__doc__.splitlines()[0], blocks=6, finish=2)
     parser.add_argument("--cifar10")
     parser.add_argument("--images")
     parser.add_argument("--teacher-epochs", type=int, default=6)
@@ -53,7 +53,7 @@ def main():
     torch.manual_seed(0)
     work = Workload(
         vgg(classes), lambda: depthwise(vgg(classes)), loader, autobd.Validation(list(DataLoader(test, 256))), kd,
-        functional.cross_entropy, options={"blocks": 13}, recipe={"logits": True}, lr=1e-3,
+        functional.cross_entropy, options={"blocks": 5}, recipe={"logits": True}, whole_lr=1e-3,
     )  # fmt: skip
     end_to_end(work, work.teacher, 0, options.teacher_epochs, distil=False)
     print(f"teacher: {judged(work, work.teacher):.4f}")

@@ -30,6 +30,8 @@ class Workload:
         validation: data and one metric.
         loss: of scratch training, `(output, targets) -> number`; None: there are no targets.
         distil: of end-to-end distillation, `(output, teacher's output) -> one value per row`.
+        known: from targets to the teacher's output, where these hold it; None: the teacher is asked.
+        lr: of blocks; `whole_lr`: of all training end to end.
         options: of `autobd.distill`; `recipe`: fields of its recipe; `start`: sets a student up before it is trained.
     """
 
@@ -43,16 +45,17 @@ class Workload:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     finish: Mapping[str, Any] = field(default_factory=dict)
     start: Callable[[nn.Module], None] = lambda student: None
-    output: Callable[[Any], Any] = lambda given: given
+    known: Callable[[Any], Any] | None = None
     lr: float = 3e-3
+    whole_lr: float = 3e-3
 
 
-def arguments(description, blocks, finish):
+def arguments(description, blocks, finish, seeds=3):
     """The options that all examples have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--epochs", type=int, default=blocks, help="passes for the blocks")
     parser.add_argument("--finish", type=int, default=finish, help="passes end to end after them")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument(
         "--devices", default="1", help='as for autobd.distill: a number, or names as in "cuda:0,cuda:1"'
     )
@@ -114,7 +117,7 @@ def blockwise(work, first, seed, options, block_input, devices=None, finish=True
         recipe=autobd.Recipe(block_input=block_input, **recipe),
         validate=work.validation if finish else None,
         recalibrate=norms and finish,
-        finish=autobd.Finish(options.finish, **{"lr": autobd.Schedule(work.lr / 3), **work.finish}) if finish else None,
+        finish=autobd.Finish(options.finish, **{"lr": whole_schedule(work), **work.finish}) if finish else None,
         seed=seed,
         **{**work.options, **more},
     )
@@ -123,16 +126,16 @@ def blockwise(work, first, seed, options, block_input, devices=None, finish=True
 def end_to_end(work, student, seed, epochs, distil):
     """A plain loop: against the teacher's output, or the targets."""
     loader, teacher = work.loader(seed), work.teacher.eval()
-    optimizer = torch.optim.AdamW(student.parameters(), work.lr)
-    schedule, steps, done = autobd.Schedule(work.lr, warmup=0.05, final=0.05), epochs * len(loader), 0
+    optimizer = torch.optim.AdamW(student.parameters(), work.whole_lr)
+    schedule, steps, done = whole_schedule(work), epochs * len(loader), 0
     student.train()
     for _ in range(epochs):
         for inputs, targets in loader:
             optimizer.param_groups[0]["lr"] = schedule(0, done / steps)
-            output = work.output(called(student, inputs))
+            output = called(student, inputs)
             if distil:
                 with torch.no_grad():
-                    wanted = work.output(called(teacher, inputs))
+                    wanted = called(teacher, inputs) if work.known is None else work.known(targets)
                 loss = work.distil(output, wanted).mean()
             else:
                 loss = work.loss(output, targets)
@@ -140,6 +143,11 @@ def end_to_end(work, student, seed, epochs, distil):
             loss.backward()
             optimizer.step()
             done += 1
+
+
+def whole_schedule(work):
+    """The learning rate of training end to end."""
+    return autobd.Schedule(work.whole_lr, warmup=0.05, final=0.05)
 
 
 def called(model, inputs):
@@ -155,7 +163,7 @@ def judged(work, model):
         if hasattr(metric, "compute"):
             metric.reset()
         for inputs, targets in work.validation.data:
-            output = work.output(called(model, inputs))
+            output = called(model, inputs)
             if hasattr(metric, "compute"):
                 metric.update(output, targets)
             else:

@@ -134,7 +134,7 @@ def main():
 
     work = Workload(
         teacher, half, loader, autobd.Validation(list(DataLoader(rows[:500], 50)), {"correlation": Similarities()}),
-        distance, options={"blocks": 3}, start=drop_layers, finish={"loss": distance}, lr=3e-4,
+        distance, options={"blocks": 3}, start=drop_layers, finish={"loss": distance}, lr=3e-4, whole_lr=3e-4,
     )  # fmt: skip
     ladder(work, options)
     for seed in range(options.seeds):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 _MOVES = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "T", "mT", "H", "mH", "adjoint", "t")
@@ -23,10 +23,10 @@ _LAST_AXIS_FUNCTIONS = ("linear", "layer_norm", "rms_norm", "embedding")
 
 
 class Lowest(IntEnum):
-    """How low values reach: after a ReLU a student cannot give a negative target."""
+    """How low values reach: after a ReLU a student cannot give a negative target, nor mixtures of channels."""
 
     UNBOUNDED = 0
-    BOUNDED = 1  # GELU, SiLU: above a small negative number
+    BOUNDED = 1  # GELU, SiLU: above a small negative number; a batch norm of these or of a ReLU: on one side of some
     ZERO = 2
 
 
@@ -47,7 +47,7 @@ _PASSES = (
     *("view", "reshape", "flatten", "unflatten", "contiguous", "clone", "detach", "alias"),
     *("squeeze", "unsqueeze", "getitem", "_getitem", "__getitem__", "chunk", "split", "roll", "to", "float", "dropout"),
     *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d"),
-    *("mean", "amax", "max", "interpolate", "expand", "repeat"),
+    *("mean", "amax", "max", "interpolate", "expand", "repeat", "pad"),
 )
 _PASSING_LAYERS = (
     *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Unflatten, nn.Upsample),
@@ -132,6 +132,8 @@ class Layouts:
             layer = [layer, *layer.children()][-1]  # a norm with an activation function inside
             if isinstance(layer, _PASSING_LAYERS):
                 return known
+            if isinstance(layer, _BatchNorm):
+                return min(known, Lowest.BOUNDED)
             return next((low for kind, low in _LOWEST_OF_LAYER.items() if isinstance(layer, kind)), Lowest.UNBOUNDED)
         name = _name(node)
         if name.rstrip("_") in _LOWEST_OF_FUNCTION and not name.startswith("__"):
@@ -141,6 +143,8 @@ class Layouts:
             return known if all(c >= 0 for c in constants) else Lowest.UNBOUNDED
         if name in _MULTIPLIES or name.rstrip("_") in _MULTIPLIES:  # squeeze and excitation: times a sigmoid
             return known if len(inputs) > 1 and max(inputs) == Lowest.ZERO else Lowest.UNBOUNDED
+        if name == "batch_norm":
+            return min(known, Lowest.BOUNDED)
         return known if name in _PASSES else Lowest.UNBOUNDED
 
 

@@ -177,15 +177,19 @@ class Student:
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor], where: str, split: bool, labels: Tensor | None
     ) -> Tensor:
         """The loss of what the block learns; notes it, and the error relative to a student that outputs zeros."""
+        of_targets = self.recipe.target_loss
+        against = None if labels is None or of_targets is None else of_targets(outputs[0], labels, where)
+        if not targets:  # the teacher was not asked
+            assert against is not None
+            self._losses.append((self.weight, against.detach(), against.detach()))
+            return against
         assert self.normalisers is not None
         loss_of = self.recipe.loss
         normalisers = [n.to(t.dtype) for n, t in zip(self.normalisers, targets, strict=True)]
         compared = zip(outputs, targets, normalisers, strict=True)
         loss = _mean([evaluate(loss_of, s, t, where, split, n) for s, t, n in compared])
         relative = loss.detach()
-        of_targets = self.recipe.target_loss
-        if labels is not None and of_targets is not None:
-            against = of_targets(outputs[0], labels, where)
+        if against is not None and of_targets is not None:
             loss = against if of_targets.alone else loss + against
         with torch.no_grad():
             self.teacher_norm = self.teacher_norm + _mean([torch.linalg.vector_norm(t) for t in targets])

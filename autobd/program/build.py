@@ -27,6 +27,7 @@ def build(
     own_rows: bool = False,
     targets: bool = False,
     stopped: frozenset[int] = frozenset(),
+    taught: bool = True,
 ) -> Program:
     """The program of a plan, checked.
 
@@ -36,11 +37,12 @@ def build(
         own_rows: every rank loads its own rows; rank 0 only tells the others which.
         targets: the ranks of the last block are given the data's targets.
         stopped: blocks and candidates that are not trained any more: only what others need of them is computed.
+        taught: False: the teacher does not run, as the loss is one against the data's targets alone.
 
     Errors: PlanError for a plan that does not train every block once, or whose ranks would wait for each other.
     """
     plan.check(len(split))
-    edges, inputs = _edges(plan, split, own_input, targets)
+    edges, inputs = _edges(plan, split, own_input, targets, taught)
     together = [set(tie.blocks) for tie in split.ties if tie.together]
     for blocks in together:
         if not any(blocks <= set(a.blocks) for a in plan.assignments):
@@ -52,7 +54,7 @@ def build(
             )
     candidates = tuple(c.block for c in split.candidates)
     ranks = tuple(
-        _Builder(plan, rank, edges, inputs, together, own_input, stopped, candidates).run()
+        _Builder(plan, rank, edges, inputs, together, own_input, stopped, candidates, taught).run()
         for rank in range(len(plan.devices))
     )
     program = Program(plan, tuple(edges), inputs, ranks, own_input, own_rows, batched(split), stopped, candidates)
@@ -76,6 +78,7 @@ def again(
         program.own_rows,
         program.targets,
         program.stopped if stopped is None else stopped,
+        program.taught,
     )
 
 
@@ -89,14 +92,14 @@ def batched(split: Split) -> tuple[frozenset[int], ...]:
 Inputs = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def _edges(plan: Plan, split: Split, own_input: bool, targets: bool) -> tuple[list[Edge], Inputs]:
+def _edges(plan: Plan, split: Split, own_input: bool, targets: bool, taught: bool) -> tuple[list[Edge], Inputs]:
     """Every message of a step; and for each assignment the input tensors that it reads, the teacher's, the student's
     and the targets."""
     edges: list[Edge] = []
     inputs = []
     for number, a in enumerate(plan.assignments):
         before = plan.before(a)
-        teacher = {i for b in plan.teacher_blocks(a) for i in split.pairs[b].teacher.inputs}
+        teacher = {i for b in plan.teacher_blocks(a) if taught for i in split.pairs[b].teacher.inputs}
         student = {i for b in a.blocks for i in split.pairs[b].student.inputs}
         wanted = (0,) if targets and len(split) - 1 in a.blocks else ()
         inputs.append((tuple(sorted(teacher)), tuple(sorted(student)), wanted))
@@ -137,9 +140,11 @@ class _Builder:
         own_input: bool,
         stopped: frozenset[int],
         candidates: tuple[int, ...],
+        taught: bool,
     ) -> None:
         self.plan, self.rank, self.edges, self.inputs = plan, rank, edges, inputs
         self.together, self.own_input, self.stopped, self.candidates = together, own_input, stopped, candidates
+        self.taught = taught
         self.blocks = sum(len(a.blocks) for a in plan.assignments)
         self.instructions: list[Instruction] = []
         self.student: dict[int, int | None] = {}  # what makes the student's own boundary after a block
@@ -201,7 +206,7 @@ class _Builder:
         if before is not None:
             received = self._edge_indices("teacher", number, target=self.rank)
             teacher[before.blocks[-1]] = self.add(Op.RECEIVE, before.blocks[-1], number, edges=received)
-        for block in self.plan.teacher_blocks(a):
+        for block in self.plan.teacher_blocks(a) if self.taught else ():
             teacher[block] = self.add(Op.TEACHER_FORWARD, block, number, loaded, teacher.get(block - 1))
         relayed = self._edge_indices("teacher", source=self.rank, block=last)
         if relayed:
@@ -222,7 +227,7 @@ class _Builder:
                     given=f"assignments {[a.blocks for a in self.plan.assignments]}",
                     expected="assignments of a rank in the order of their blocks",
                 )
-            read = loaded, teacher[block], given.get(block - 1)
+            read = loaded, teacher.get(block), given.get(block - 1)
             for trained in trained_in(block, self.blocks, self.candidates):
                 self._student(number, a, block, None if trained == block else trained, read, made)
         # Replicas wait for each other once a step: the all-reduce of a block goes on while the next ones compute.

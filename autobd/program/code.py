@@ -15,8 +15,10 @@ def generate(instructions: Sequence[Instruction], rank: int, own_input: bool = F
     loss3_7  the loss of candidate 7 for block 3
     """
     loaded = {i.assignment for i in instructions if i.op is Op.LOAD}
-    reads = [_reads(i, own_input, i.assignment in loaded) for i in instructions]
     writes = [_writes(i) for i in instructions]
+    known = {"batch", *writes}
+    wanted = [_reads(i, own_input, i.assignment in loaded) for i in instructions]
+    reads = [[name if name in known else "None" for name in names] for names in wanted]
     lines = [f"def step(rank, batch):  # rank {rank}"]
     for position, (instruction, names, result) in enumerate(zip(instructions, reads, writes, strict=True)):
         given = [str(instruction.assignment)] if instruction.block is None else [str(instruction.block)]

@@ -63,6 +63,11 @@ class Program:
         """Whether the last block is given the data's targets."""
         return any(given[2] for given in self.inputs)
 
+    @property
+    def taught(self) -> bool:
+        """Whether the teacher runs."""
+        return any(i.op is Op.TEACHER_FORWARD for own in self.ranks for i in own)
+
     def span(self, rank: int, batch: int) -> tuple[int, int]:
         """First and one-past-last of the rows that `rank` loads of a batch, with `own_rows`. Rank 0 loads the first row
         in any case: by it the others know what rows look like."""

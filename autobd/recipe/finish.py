@@ -24,7 +24,7 @@ class Finish:
     Arguments:
         epochs: passes over the data; `steps`: stop after so many, whatever `epochs` says.
         loss: "kd" (the teacher's output: KL of a classifier's logits, else normalised MSE), "ce" (cross entropy with
-            the targets alone), or a callable `(student, teacher) -> one value per row`.
+            the targets alone; the teacher then does not run), or a callable `(student, teacher) -> one value per row`.
         target_loss: beside "kd" or a callable, a loss against the targets.
         temperature: of the KL loss.
         lr, optimizer, weight_decay, clip, accumulate, precision, ema: as in `Recipe`.

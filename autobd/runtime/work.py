@@ -72,6 +72,7 @@ class Work(Exchange):
         """The loss of the student block against the teacher's next boundary `target`; None without rows.
 
         Arguments:
+            target: None: the loss is one against the data's targets alone.
             boundary: the teacher's before the block; `own_boundary`: the student's own, with `Program.own_input`.
             part: which of the assignment's microbatches.
             candidate: the one for the block that is trained; None: the student's own.
@@ -88,7 +89,7 @@ class Work(Exchange):
                         student, block, self._targets(student, target), last - first
                     )
         student.weight = (own[1] - own[0]) / max(self.header.batch, 1)
-        if target is None or own[0] == own[1]:
+        if own[0] == own[1]:
             return None
         if a.microbatches > 1:
             inputs, boundary, target, own_boundary = self._part(
@@ -182,10 +183,8 @@ class Work(Exchange):
         own: tuple[int, int],
         share: int,
         inputs: Inputs | None,
-        boundary: Boundary | None,
-        target: Boundary,
-        own_boundary: Boundary | None,
-    ) -> tuple[Inputs | None, Boundary | None, Boundary, Boundary | None]:
+        *boundaries: Boundary | None,
+    ) -> tuple[Inputs | None, Boundary | None, Boundary | None, Boundary | None]:
         """The rows `own` of this rank's share, which has so many."""
 
         def rows(tensor: Tensor) -> Tensor:
@@ -196,8 +195,8 @@ class Work(Exchange):
             batched = self.program.batched[1]
             given = {i: rows(t) if i in batched else t for i, t in inputs.student.items()}
             inputs = Inputs(None, given, None if inputs.targets is None else rows(inputs.targets))
-        before, mine = (None if b is None else tuple(map(rows, b)) for b in (boundary, own_boundary))
-        return inputs, before, tuple(map(rows, target)), mine
+        before, target, mine = (None if b is None else tuple(map(rows, b)) for b in boundaries)
+        return inputs, before, target, mine
 
     def _entering(self, student: Student, block: int, boundary: Boundary | None, own: Boundary | None) -> Boundary:
         """The boundary before `block` as its `student` takes it: the teacher's and the student's own, mixed."""

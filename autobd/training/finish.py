@@ -10,7 +10,7 @@ from ..cluster import Cluster
 from ..costs import analytic
 from ..planner import plan
 from ..program import Program, build
-from ..recipe import Finish
+from ..recipe import Finish, TargetLoss
 from .own_rows import OwnRows
 from .task import Task
 
@@ -52,4 +52,6 @@ def finishing(task: Task, how: Finish, batch: Any, cluster: Cluster) -> tuple[Ta
         stage="finished",
     )
     chosen = plan(analytic(whole, cluster, rows), "ir")
-    return own, build(chosen, whole, own_rows=isinstance(batches, OwnRows), targets=to_pair.wanted)
+    alone = isinstance(recipe.target_loss, TargetLoss) and recipe.target_loss.alone
+    program = build(chosen, whole, own_rows=isinstance(batches, OwnRows), targets=to_pair.wanted, taught=not alone)
+    return own, program

@@ -39,7 +39,7 @@ class History:
     Attributes:
         losses: per step, the trained loss of each block, then of each candidate.
         relative: per step and block, mean squared error over the mean square of the teacher's boundary on the first
-            batch: 1 is what a student that outputs zeros gets.
+            batch: 1 is what a student that outputs zeros gets. Without the teacher, the loss itself.
         epoch_ends: number of steps done at the end of each epoch.
         candidates: of the columns behind those of the blocks: block, and number of the candidate.
         scores: what models were worth on the data to validate with.

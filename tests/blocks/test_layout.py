@@ -55,3 +55,20 @@ def test_functional_layers_say_where_channels_are():
     for last, axis in ((True, 3), (False, 1)):
         flow = Dataflow(autobd.capture(Net(last), torch.randn(2, 8, 8, 8)), "output", trained=True)
         assert flow.layouts.channel_axis(next(n for n in flow.order if n.name in ("linear", "conv2d"))) == axis
+
+
+@pytest.mark.parametrize(
+    ("layers", "lowest"),
+    [
+        ([nn.ReLU()], "ZERO"),
+        ([nn.ReLU(), nn.BatchNorm2d(8)], "BOUNDED"),
+        ([nn.GELU(), nn.BatchNorm2d(8), nn.MaxPool2d(2)], "BOUNDED"),
+        ([nn.BatchNorm2d(8)], "UNBOUNDED"),
+        ([nn.ReLU(), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)], "UNBOUNDED"),
+    ],
+)
+def test_behind_an_activation_function_values_stay_on_one_side_until_channels_are_mixed(layers, lowest):
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *layers, nn.Flatten(), nn.LazyLinear(3))
+    model(torch.randn(2, 3, 8, 8))
+    flow = Dataflow(autobd.capture(model, torch.randn(2, 3, 8, 8)), "output", trained=True)
+    assert flow.layouts.lowest[flow.order[len(layers)]].name == lowest
