@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from networks import mlp
+from torch import nn
 from torch.nn import functional
 
 import autobd
@@ -137,3 +138,34 @@ def test_targets_that_are_missing_are_told_before_anything_is_trained():
 def test_what_makes_no_sense(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("finish", "runs"), [(Finish(2, "ce"), False), (Finish(2, "kd"), True)])
+def test_the_teacher_runs_only_where_its_output_is_wanted(finish, runs):
+    teacher, student = models()
+    teacher[0][0] = Counting(teacher[0][0].in_features, teacher[0][0].out_features, dtype=teacher[0][0].weight.dtype)
+    seen = []
+
+    class Watch(autobd.Callback):
+        def on_start(self, run):
+            seen.append(Counting.calls)
+
+        def on_end(self, run):
+            seen.append(Counting.calls)
+
+    autobd.distill(
+        teacher, student, batches(), cuts=CUTS, devices=1, progress=False, finish=finish, callbacks=[Watch()],
+        recipe=Recipe(logits=True),
+    )  # fmt: skip
+    assert seen[1] - seen[0] == STEPS
+    assert seen[3] - seen[2] == (2 * STEPS if runs else 0)
