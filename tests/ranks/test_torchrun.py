@@ -32,6 +32,12 @@ for strategy in ("tr+dpu", "dp", "tr+dpu", "dp"):
     found[strategy] = {**state, "losses": torch.tensor(result.history.losses, dtype=torch.float64)}
     files.append(len(os.listdir("/proc/self/fd")))
 assert files[1] == files[3], files  # connections are used again
+student, linear = net(5, 1 + rank), nn.Linear(6, 6).double()
+result = autobd.distill(teacher, student, batches, strategy="tr+dpu", cuts=cuts, threads=1, timeout=60, progress=False,
+                        candidates={"1": [linear]}, budget=autobd.Budget(parameters=250), validate=autobd.Validation(
+                            [(x, x) for x in batches], {"size": lambda output, x: output.norm()}))
+assert result.candidates.chosen == [(1, 1)] and student[1] is linear and result.split.student.model is student
+found["candidates"] = {key: value.clone() for key, value in student.state_dict().items()}
 try:
     autobd.distill(teacher, student, [], progress=False)
 except autobd.AutobdError as error:  # of rank 0, on every rank
@@ -57,7 +63,7 @@ def assert_like_one_process(directory, script, ranks):
     expected = torch.load(directory / "alone0")
     for rank in range(ranks):
         found = torch.load(directory / f"out{rank}")
-        for strategy, atol in (("tr+dpu", 0), ("dp", 1e-10)):
+        for strategy, atol in (("tr+dpu", 0), ("dp", 1e-10), ("candidates", 0)):
             for key, value in expected[strategy].items():
                 assert torch.allclose(found[strategy][key], value, rtol=0, atol=atol), (rank, strategy, key)
 
