@@ -56,6 +56,10 @@ class CallbackError(AutobdError):
     """A callback that raised."""
 
 
+class CheckpointError(AutobdError):
+    """A checkpoint that is damaged, or of another training."""
+
+
 class VerifyError(AutobdError):
     """Blocks that do not reproduce the model they were carved from."""
 

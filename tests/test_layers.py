@@ -8,7 +8,20 @@ import pytest
 import autobd
 
 ORDER = [
-    *("errors", "interrupts", "tables", "hardware", "cluster", "graph", "blocks", "recipe", "ranks", "parts", "costs"),
+    *(
+        "errors",
+        "interrupts",
+        "tables",
+        "hardware",
+        "cluster",
+        "graph",
+        "blocks",
+        "recipe",
+        "ranks",
+        "parts",
+        "costs",
+        "checkpoints",
+    ),
     *("planner", "program", "runtime", "training", "report", "distilled", "api"),
 ]
 PACKAGE = Path(autobd.__file__).parent
