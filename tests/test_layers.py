@@ -8,21 +8,8 @@ import pytest
 import autobd
 
 ORDER = [
-    *(
-        "errors",
-        "interrupts",
-        "tables",
-        "hardware",
-        "cluster",
-        "graph",
-        "blocks",
-        "recipe",
-        "ranks",
-        "parts",
-        "costs",
-        "checkpoints",
-    ),
-    *("planner", "program", "runtime", "training", "report", "distilled", "api"),
+    *("errors", "interrupts", "tables", "hardware", "cluster", "graph", "blocks", "recipe", "ranks", "parts", "costs"),
+    *("checkpoints", "planner", "program", "runtime", "training", "report", "distilled", "api"),
 ]
 PACKAGE = Path(autobd.__file__).parent
 

@@ -104,7 +104,8 @@ class Draft:
             file.flush()
             os.fsync(file.fileno())
         target = self.directory / f"step-{self.step:08d}"
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():
+            _vanish(target)
         os.rename(self.path, target)
         _sync(self.directory)
         return Saved(target, self.step)
@@ -117,9 +118,21 @@ class Draft:
 def prune(directory: Path, keep: int) -> None:
     """Delete all checkpoints but the newest ones; each disappears at once."""
     for old in saved(directory)[:-keep]:
-        aside = old.path.with_name(f".{old.path.name}.old")
-        os.rename(old.path, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        _vanish(old.path)
+
+
+def clear(directory: Path) -> None:
+    """Delete what a run that was killed has left behind: drafts, and what it was about to delete."""
+    for left in directory.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _vanish(path: Path) -> None:
+    """Delete a checkpoint at once."""
+    aside = path.with_name(f".{path.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _digest(path: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autobd.checkpoints import Draft, prune, saved
+from autobd.checkpoints import Draft, clear, prune, saved
 from autobd.checkpoints import tensors as files
 from autobd.errors import CheckpointError
 
@@ -32,9 +32,7 @@ states = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
-        | st.dictionaries(
-            st.integers() | st.text(max_size=3) | st.tuples(st.integers(), st.integers()), inner, max_size=3
-        )
+        | st.dictionaries(st.integers() | st.text(max_size=3) | st.tuples(st.integers()), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -64,17 +62,13 @@ def test_any_state_comes_back_as_it_was(tmp_path, state):
     assert_equal(files.read(tmp_path / "state"), state)
 
 
-def test_an_optimizers_state_comes_back():
+def test_an_optimizers_state_comes_back(tmp_path):
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as folder:
-        files.write(Path(folder) / "state", optimizer.state_dict())
-        assert_equal(files.read(Path(folder) / "state"), optimizer.state_dict())
+    files.write(tmp_path / "state", optimizer.state_dict())
+    assert_equal(files.read(tmp_path / "state"), optimizer.state_dict())
 
 
 def test_tensors_that_share_storage_are_written_one_by_one(tmp_path):
@@ -121,6 +115,14 @@ def test_the_newest_ones_are_kept_and_one_of_the_same_step_is_replaced(tmp_path)
     assert [s.step for s in saved(tmp_path)] == [12, 99999999]
     assert saved(tmp_path)[0].read("a.safetensors")["x"][0] == 5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000012", "step-99999999"]
+
+
+def test_what_a_killed_run_has_left_behind_is_cleared_away(tmp_path):
+    made(tmp_path, 5)
+    Draft(tmp_path, 6, "killed").begin()
+    (tmp_path / ".step-00000004.old").mkdir()
+    clear(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
 def cut_short(path):
