@@ -11,7 +11,7 @@ from .planner import Assignment, Plan, plan
 from .program import simulate
 from .recipe import KL, MSE, Budget, CosineDistance, Finish, Recipe, RelativeL1, Schedule, TargetLoss, Weighted
 from .report import Report, inspect
-from .training import Callback, Run, TensorBoard, Validation, accuracy
+from .training import Callback, Checkpoint, Run, TensorBoard, Validation, accuracy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Budget",
     "Callback",
     "Captured",
+    "Checkpoint",
     "CosineDistance",
     "Distilled",
     "Finish",

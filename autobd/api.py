@@ -34,22 +34,24 @@ from .recipe import Budget, Finish, Recipe, check_tied
 from .runtime import statistics_note
 from .training import (
     Batches,
+    Checkpoint,
     Moves,
     OwnRows,
+    Stages,
     Task,
     ToPair,
     Validation,
+    asked_checkpoint,
     asked_finish,
     asked_recalibration,
+    asked_resume,
     check_batch,
     check_budget,
     check_candidates,
     check_like,
-    finishing,
-    judged,
+    in_order,
     random_batches,
-    settle,
-    train,
+    signals,
 )
 
 
@@ -80,6 +82,8 @@ def distill(
     resample: bool = False,
     hybrid: bool = False,
     callbacks: Sequence[Any] = (),
+    checkpoint: Checkpoint | str | None = None,
+    resume: str | None = None,
     candidates: Mapping[str, Sequence[nn.Module]] | None = None,
     budget: Budget | None = None,
     ties: Policy = "auto",
@@ -126,6 +130,10 @@ def distill(
         finish: train the whole student end to end after its blocks, the batch split over all ranks: a `Finish`, or a
             number of epochs. `result.history.finish` tells of it.
         blocks, cuts, adapters, resample, hybrid, ties: how the models are split (see `split`).
+        checkpoint: write where the training is to disk while it goes on: a `Checkpoint`, or a directory. SIGTERM and
+            SIGUSR1, a scheduler's notice, and Ctrl-C save within the step; the first two then end the process with 0.
+        resume: go on from a checkpoint: a directory, or "auto": from the newest one where they are written, if there is
+            any. On any number of ranks; a damaged one, or one of another training, is refused.
         candidates: other modules for places in the student, `{module path: [module, ...]}`. All are trained on the
             same boundaries, each with what else is in its block; the student gets those with which the sum of its
             blocks' relative losses is least. `result.candidates` has what each is worth.
@@ -154,6 +162,7 @@ def distill(
     if epochs is not None:
         recipe = replace(recipe, epochs=epochs)
     check_candidates(candidates, budget, recipe, hybrid)
+    checkpoint = asked_checkpoint(checkpoint)
     to_pair = ToPair.of(teacher, student, inputs, targets, example, recipe.target_loss is not None)
     home = next(student.parameters()).device
     as_asked = partial(
@@ -171,13 +180,15 @@ def distill(
         inputs=(lambda pair: pair[0], lambda pair: pair[1]),
     )
     with (
+        in_order(),
         interrupts_kept(),
         same_randomness(teacher, student),
         torch.inference_mode(False),
         _ranks(devices, home, timeout, threads) as group,
     ):
         if isinstance(group, Joined) and not group.leads:
-            group.serve()
+            with signals(checkpoint is not None):  # rank 0 hears them too, and says what is to be done
+                group.serve()
             return received(group.share(), as_asked, student, home)
         with _telling(group):
             torch.manual_seed(seed)
@@ -190,6 +201,7 @@ def distill(
                 )
                 warnings.warn(notes[-1], stacklevel=2)
             batches = OwnRows(data, batch_size, seed, to_pair) if own_rows else Batches(data, batch_size, seed)
+            saved = asked_resume(resume, checkpoint)
             how, recalibration = asked_finish(finish, batches, hybrid), asked_recalibration(recalibrate, batches)
             batch = batches.first()
             first = tuple(a.on(home) for a in to_pair(batch))
@@ -233,25 +245,14 @@ def distill(
                 start,
                 moves.look if may_move else None,
                 validation,
-                0 if found.candidates else recalibration,
-                tuple(callbacks),
+                callbacks=tuple(callbacks),
             )
-            last = None if how is None else finishing(task, how, batch, group.cluster)
-            if last is not None:
-                notes += filter(None, [statistics_note(last[0].split, last[1].plan)])
-            trained = train(task, program, group, progress)
-            scores = None
-            if found.candidates:
-                task, scores, more = settle(task, trained, budget or Budget())
-                notes += more
-                task = replace(task, recalibrate=recalibration)
-                found, verification = task.split, task.split.verify()
-                trained.history.scores += judged(task, trained, group)
-                last = None if how is None else finishing(task, how, batch, group.cluster)
-            if last is not None:
-                finished = train(*last, group, progress).history
-                trained.history.finish = finished
-                trained.history.scores += finished.scores
+            wanted = budget or Budget()
+            stages = Stages(task, program, recalibration, how, batch, wanted, checkpoint, saved)
+            ended = stages.run(group, progress)
+            trained = ended.trained
+            if ended.task.split is not found:
+                found, verification = ended.task.split, ended.task.split.verify()
         done = Distilled(
             student,
             trained.history,
@@ -261,8 +262,8 @@ def distill(
             moves.profile,
             trained.program.plan,
             trained.program,
-            (*notes, *moves.notes, *trained.notes),
-            candidates=scores,
+            (*notes, *ended.notes, *moves.notes),
+            candidates=ended.scores,
         )
         if isinstance(group, Joined):
             group.share(Shared.of(done, recorded, trained.maps))

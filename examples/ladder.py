@@ -59,6 +59,7 @@ def arguments(description, blocks, finish, seeds=3):
     parser.add_argument(
         "--devices", default="1", help='as for autobd.distill: a number, or names as in "cuda:0,cuda:1"'
     )
+    parser.add_argument("--inputs", default=",".join(INPUTS), help="what blocks are given, one after the other")
     parser.add_argument("--timing", action="store_true", help="also the wall time of the blocks on one and two ranks")
     return parser
 
@@ -84,7 +85,7 @@ def ladder(work, options):
         work.start(first)
         note("teacher", judged(work, work.teacher))
         note("student, untrained", judged(work, first))
-        for block_input in INPUTS:
+        for block_input in options.inputs.split(","):
             result = blockwise(work, first, seed, options, block_input)
             for scored in ("assembled", "recalibrated", "finished"):
                 found = result.history.of(scored)

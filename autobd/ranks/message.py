@@ -1,6 +1,6 @@
 """A message: a few numbers and any tensors, packed into one buffer of bytes.
 
-count | kind step batch first last progress sizes own apart tensors | dtype dims shape strides offset | ... | tensors
+count | kind step batch first last progress sizes own save apart tensors | dtype dims shape strides offset | ... | data
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-STEP, EPOCH, STOP, GROW, FILLER = range(5)
+STEP, EPOCH, STOP, GROW, FILLER, SAVED = range(6)
 _DTYPES = tuple(
     sorted(
         {v for v in vars(torch).values() if isinstance(v, torch.dtype) and not str(v).startswith("torch.q")}, key=str
@@ -27,12 +27,14 @@ class Header:
     """What a message is about.
 
     Attributes:
-        kind: STEP, or one that carries no rows: EPOCH (it ends), STOP.
+        kind: STEP, or one that carries no rows: EPOCH (it ends), STOP, SAVED (a rank has
+            written its part of a checkpoint).
         step: number of the step.
         batch: rows of the whole batch; `first`, `last`: the rows that the message holds (`last` is one past).
         progress: 0 to 1 through the training.
         sizes: which of the sizes of inputs that have come so far the batch has.
         own: how much of a student block's input is the student's own boundary, 0 to 1; the rest is the teacher's.
+        save: a checkpoint is made after this step.
     """
 
     kind: int = STEP
@@ -43,6 +45,7 @@ class Header:
     progress: float = 0.0
     sizes: int = 0
     own: float = 0.0
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Packing:
             parts.append((tensor, offset))
             offset = _aligned(offset + tensor.numel() * tensor.element_size())
         numbers = [header.kind, header.step, header.batch, header.first, header.last, progress, header.sizes, own]
+        numbers.append(int(header.save))
         words = [*numbers, offset if outside else -1, len(tensors), *layout]
         count = 1 + len(words)
         return cls(_aligned(8 * count), offset, outside, (count, *words), tuple(parts))
@@ -97,10 +101,11 @@ class Packing:
 
 def read_header(buffer: Tensor) -> tuple[Header, int | None]:
     """The header of a packed message, and how many bytes of tensors travel apart from it (None: none do)."""
-    words = buffer[8 : 8 * 11].view(torch.int64).tolist()
+    words = buffer[8 : 8 * 12].view(torch.int64).tolist()
     progress, own = struct.unpack("<2d", struct.pack("<2q", words[5], words[7]))
     kind, step, batch, first, last = words[:5]
-    return Header(kind, step, batch, first, last, progress, words[6], own), None if words[8] < 0 else words[8]
+    header = Header(kind, step, batch, first, last, progress, words[6], own, bool(words[8]))
+    return header, None if words[9] < 0 else words[9]
 
 
 def read_tensors(buffer: Tensor, payload: Tensor | None = None) -> list[Tensor]:
@@ -108,8 +113,8 @@ def read_tensors(buffer: Tensor, payload: Tensor | None = None) -> list[Tensor]:
     count = int(buffer[:8].view(torch.int64))
     words = buffer[8 : 8 * count].view(torch.int64).tolist()
     payload = buffer[_aligned(8 * count) :] if payload is None else payload
-    tensors, at = [], 10
-    for _ in range(words[9]):
+    tensors, at = [], 11
+    for _ in range(words[10]):
         dims = words[at + 1]
         shape, strides = words[at + 2 : at + 2 + dims], words[at + 2 + dims : at + 2 + 2 * dims]
         tensors.append(_strided(payload, _DTYPES[words[at]], tuple(shape), tuple(strides), words[at + 2 + 2 * dims]))

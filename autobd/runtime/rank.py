@@ -158,6 +158,10 @@ class Rank(Work):
         """What the same blocks are trained on from elsewhere, beside their weights."""
         return {block: student.state() for block, student in self._leading()}
 
+    def whole_states(self) -> dict[int, tuple[dict[str, Tensor], BlockState]]:
+        """Of the same blocks, weights as in `trained` and what else training goes on from."""
+        return {block: (student.trained(), student.state()) for block, student in self._leading()}
+
     def _leading(self) -> list[tuple[int, Student]]:
         first = [a.ranks[0] for a in self.program.plan.assignments]
         return [(b, s) for b, s in self.students.items() if first[self.assignment[b]] == self.number]

@@ -2,24 +2,25 @@
 
 from .asked import asked_finish, asked_recalibration, check_candidates
 from .callbacks import Callback, Run
+from .checkpoint import Checkpoint, asked_checkpoint, asked_resume
 from .choice import Score, Scores, check_budget
 from .data import Batches, random_batches
-from .finish import finishing
 from .history import History, Scored
 from .loop import write_back
 from .moves import Moves
 from .own_rows import OwnRows
 from .pair import ToPair
-from .settle import judged, settle
+from .signals import in_order, signals
 from .sizes import check_batch, check_like
+from .stages import Stages
 from .task import Task
 from .tensorboard import TensorBoard
-from .train import train
 from .validation import Validation, accuracy
 
 __all__ = [
     "Batches",
     "Callback",
+    "Checkpoint",
     "History",
     "Moves",
     "OwnRows",
@@ -27,21 +28,22 @@ __all__ = [
     "Score",
     "Scored",
     "Scores",
+    "Stages",
     "Task",
     "TensorBoard",
     "ToPair",
     "Validation",
     "accuracy",
+    "asked_checkpoint",
     "asked_finish",
     "asked_recalibration",
+    "asked_resume",
     "check_batch",
     "check_budget",
     "check_candidates",
     "check_like",
-    "finishing",
-    "judged",
+    "in_order",
     "random_batches",
-    "settle",
-    "train",
+    "signals",
     "write_back",
 ]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..parts import ShareLosses
 from ..program import Trace
-from ..ranks import EPOCH
+from ..ranks import EPOCH, SAVED, STOP, Header
+from ..ranks.pickling import loads
 from ..runtime import Rank, joined
 from .history import History
 from .jobs import named, reported
@@ -27,6 +28,7 @@ class Collector:
         self._trained = rank.program.blocks + len(rank.program.candidates)
         self._steps: dict[int, list[dict[int, ShareLosses]]] = defaultdict(list)
         self._times: dict[int, Tensor] = {}  # by rank, at the last epoch's end
+        self.saved: list[tuple[int, int, str]] = []  # rank, step of a checkpoint, and what went wrong
 
     def add(self, step: int, losses: dict[int, ShareLosses]) -> None:
         """One rank's losses of a step; a step is complete when all ranks have reported it."""
@@ -44,9 +46,15 @@ class Collector:
 
     def look(self) -> None:
         """Take the reports that are there."""
-        for receiver in self._rank.links.results.values():
-            while receiver.ready() and receiver.peek().kind != EPOCH:
-                self._report(receiver.take()[1])
+        for rank, receiver in self._rank.links.results.items():
+            while receiver.ready() and receiver.peek().kind not in (EPOCH, STOP):
+                self._report(rank, *receiver.take())
+
+    def rest(self) -> None:
+        """At the run's end: take all that is on its way."""
+        for rank, receiver in self._rank.links.results.items():
+            while receiver.peek().kind != STOP:
+                self._report(rank, *receiver.take())
 
     def weights(self) -> dict[str, Tensor]:
         """At an epoch's end: what training has changed, by key, from all ranks."""
@@ -54,12 +62,15 @@ class Collector:
         self._times = {self._rank.number: self._rank.times()}
         for rank, receiver in self._rank.links.results.items():
             while receiver.peek().kind != EPOCH:
-                self._report(receiver.take()[1])
+                self._report(rank, *receiver.take())
             self._times[rank], *trained = receiver.take()[1]
             found |= named(trained)
         return found
 
-    def _report(self, tensors: Sequence[Tensor]) -> None:
+    def _report(self, rank: int, header: Header, tensors: Sequence[Tensor]) -> None:
+        if header.kind == SAVED:
+            self.saved.append((rank, header.step, loads(bytes(tensors[0].numpy()))))
+            return
         for step, losses in reported(tensors).items():
             self.add(step, losses)
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ..errors import InputError
 from ..graph import Arguments, declared_example
+from .draws import states
 
 _DEFAULT_BATCH, _SMOKE_BATCH, _SMOKE_STEPS = 32, 8, 10
 
@@ -58,6 +59,7 @@ class Batches:
         self.one_shot = iter(data) is data
         self._started: Iterator[Any] | None = None
         self._counted: int | None = None  # in an epoch that was read to its end
+        self.drawn: dict[str, Any] = {}  # random states when the epoch that is read began
 
     @property
     def length(self) -> int | None:
@@ -69,6 +71,7 @@ class Batches:
 
     def first(self) -> Any:
         """The first batch; the first epoch starts with it."""
+        self.drawn = states(self.data)
         iterator = iter(self.data)
         try:
             batch = next(iterator)
@@ -79,9 +82,15 @@ class Batches:
         self._started = _chain(batch, iterator)
         return batch
 
+    def forget(self) -> None:
+        """The first batch was not read."""
+        self._started = None
+
     def epoch(self, number: int) -> Iterator[Any]:
         """The batches of one epoch. Errors: InputError if an iterator is already used up."""
         started, self._started = self._started, None
+        if started is None:
+            self.drawn = states(self.data)
         batches = 0
         for batch in self.data if started is None else started:
             batches += 1

@@ -13,6 +13,7 @@ from ..ranks.pickling import dumps
 from ..ranks.waiting import Waiter
 from ..runtime import Rank
 from .data import Batches
+from .draws import put_back, states
 from .own_rows import OwnRows
 
 _END = object()
@@ -63,6 +64,31 @@ class Feed:
         """The last batch has been trained on."""
         self.done += 1
         self._in_epoch += 1
+
+    def pending(self, together: int) -> bool:
+        """Whether, after the next batch, gradients wait for more of them; `together`: batches of one step."""
+        return (self._in_epoch + 1) % together != 0
+
+    def state(self) -> dict[str, Any]:
+        """Where it is: see `go_on`."""
+        data = self.batches.data
+        return {"epoch": self.epoch, "done": self.done, "in epoch": self._in_epoch} | {
+            "began": self.batches.drawn, "now": states(data)
+        }  # fmt: skip
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """From where `state` was taken, of the same data: what has been read of the epoch is read again."""
+        self.epoch, self.done, self._in_epoch = state["epoch"], state["done"], state["in epoch"]
+        self.batches.forget()
+        if self._in_epoch:
+            put_back(state["began"], self.batches.data)
+            if isinstance(self.batches, OwnRows):
+                self._order = self.batches.order()
+            else:
+                self._left = self.batches.epoch(self.epoch)
+                for _ in range(self._in_epoch):
+                    next(self._left)
+        put_back(state["now"], self.batches.data)
 
     def end_epoch(self) -> None:
         self.epoch += 1

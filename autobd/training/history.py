@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,26 @@ class History:
         except ImportError:
             raise InputError("pandas is not installed.", do="pip install pandas, or use to_csv") from None
         return pandas.DataFrame(list(self.rows()))
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """What `to_json` gave."""
+        found = json.loads(text)
+        for name in ("losses", "relative", "candidates"):
+            found[name] = list(map(tuple, found[name]))
+        found["scores"] = [Scored(**s) for s in found["scores"]]
+        found["finish"] = None if found["finish"] is None else cls.from_json(json.dumps(found["finish"]))
+        return cls(**found)
+
+    def until(self, steps: int, epochs: int, scores: int) -> History:
+        """The first so many of each."""
+        return replace(
+            self,
+            losses=self.losses[:steps],
+            relative=self.relative[:steps],
+            epoch_ends=self.epoch_ends[:epochs],
+            scores=self.scores[:scores],
+        )
 
     def __str__(self) -> str:
         if not self.losses:

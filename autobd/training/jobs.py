@@ -14,12 +14,13 @@ from ..parts import BlockState, Part, ShareLosses
 from ..parts.form import Form
 from ..planner import Plan
 from ..program import Program
-from ..ranks import EPOCH, STEP, Header, Peers, Sender
+from ..ranks import EPOCH, SAVED, STEP, Header, Peers, Sender
 from ..ranks.pickling import loads
 from ..runtime import Rank
 from .feed import as_bytes
 from .judge import PHASES, evaluations, serve
 from .own_rows import Reader, RowsOf
+from .saving import BlockWriter, Place
 
 _REPORT_EVERY = 0.05  # seconds
 
@@ -35,6 +36,7 @@ class Job:
         reader: how the rank reads its own rows, with `Program.own_rows`.
         states: what its blocks go on from, if they have been trained before.
         evaluations: programs that run whole models between two steps of training, by name.
+        place: where its blocks are written for checkpoints; None: there are none.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Job:
     reader: Reader | None = None
     states: Mapping[int, BlockState] = field(default_factory=dict)
     evaluations: Mapping[str, Program] = field(default_factory=dict)
+    place: Place | None = None
 
     def start(self, peers: Peers) -> Rank:
         return Rank(self.rank, self.program, self.parts, self.seed, peers, self.states)
@@ -84,6 +87,7 @@ def jobs(
     reader: Reader | None = None,
     states: Mapping[int, BlockState] | None = None,
     evaluations: Mapping[str, Program] | None = None,
+    place: Place | None = None,
 ) -> dict[int, Job]:
     """The job of every rank that has something to do, and of rank 0."""
     plan = program.plan
@@ -95,7 +99,7 @@ def jobs(
         own = {b: parts[b] if b in trained else replace(parts[b], student=None) for b in blocks_run(plan, rank)}
         own |= {number: parts[number] for b in sorted(trained) for number in program.trained_in(b)}
         known = {b: state for b, state in (states or {}).items() if b in own}
-        found[rank] = Job(rank, program, own, seed, (), reader, known, evaluations or {})
+        found[rank] = Job(rank, program, own, seed, (), reader, known, evaluations or {}, place)
     refreshed = tuple(r for r, job in found.items() if any(p.student and p.student.stale for p in job.parts.values()))
     return {r: replace(job, refreshed=refreshed) for r, job in found.items()}
 
@@ -111,7 +115,14 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
     assert links.news is not None
     losses = LossSender(links.report)
     rows = RowsOf(job.reader, job.program, job.rank) if job.reader else None
+    blocks = BlockWriter(rank, job.place) if job.place else None
     ended = True
+
+    def tell(wait: bool = False) -> None:
+        for step, failure in blocks.finished(wait) if blocks else ():
+            losses.send()
+            links.report.send(Header(SAVED, step), [as_bytes(failure)])  # type: ignore[union-attr]
+
     while True:
         coming = links.next()
         if coming.kind == STEP:
@@ -122,8 +133,12 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
                 rank.learn(coming.sizes, loads(bytes(links.news.take()[1][0].numpy())))
             rank.run(step, rows.of(coming.batch) if rows else None)
             losses.add(coming.step, rank.finish_step())
+            if coming.save and blocks:
+                blocks.save(coming.step + 1)
+            tell()
             continue
         losses.send()
+        tell(wait=True)  # rank 0 may be about to make another checkpoint
         links.pass_on(coming.kind, coming.step)
         ended = True
         if coming.kind != EPOCH:
@@ -137,6 +152,10 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
             phase = PHASES[int(number)]
             if phase == "done":
                 break
+            if phase == "save":
+                assert blocks is not None
+                blocks.save(int(tensors[0]))
+                continue
             if phase == "restore":
                 values = named(tensors)
                 rank.restore(values)
@@ -150,6 +169,8 @@ def follow(job: Job, peers: Peers) -> Mapping[int, BlockState]:
         evaluation.stop(coming.step)
     states = rank.states() if links.news.take()[1] else {}
     links.join()
+    if blocks:
+        blocks.close()
     return states
 
 

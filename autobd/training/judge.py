@@ -18,7 +18,7 @@ from .pair import Pair
 from .sizes import Sizes, check_like
 from .validation import Scores, Validation
 
-PHASES = ("done", "student", "teacher", "recalibrate", "restore")  # what rank 0 asks for, by number
+PHASES = ("done", "student", "teacher", "recalibrate", "restore", "save")  # what rank 0 asks for, by number
 
 
 def evaluations(rank: Rank, programs: Mapping[str, Program]) -> dict[str, Evaluation]:

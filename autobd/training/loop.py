@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,8 @@ from .feed import Feed
 from .history import History, Scored
 from .jobs import Announcer, Job, by_name
 from .judge import Judge, ask, evaluations
+from .saving import BlockWriter, Restored, Writer
+from .signals import Signals
 from .sizes import Sizes, check_like
 from .stopping import Stopping
 from .task import Task
@@ -32,12 +38,16 @@ class Loop:
 
     Attributes:
         values: what training has changed so far, by key in the student; `maps`: channel maps, multiplied.
+        writer: of checkpoints; None: there are none. `asked`: a signal that has ended the training, saved where it was.
         seconds: of every student's forward, where there are candidates (see `forward_seconds`).
         moves_to: the program to go on with; None at the end.
     """
 
-    def __init__(self, task: Task, program: Program, bars: Bars) -> None:
+    def __init__(
+        self, task: Task, program: Program, bars: Bars, writer: Writer | None = None, signals: Signals | None = None
+    ) -> None:
         self.task, self.program, self.bars = task, program, bars
+        self.writer, self._signals = writer, signals or Signals()
         self.history, self.feed = History(), Feed(task.batches)
         self.history.candidates = [(c.block, c.number) for c in task.split.candidates]
         self.values: dict[str, Tensor] = {}
@@ -45,46 +55,72 @@ class Loop:
         self.seconds: dict[tuple[int, int | None], float] = {}
         self.trace: Trace | None = None
         self.moves_to: Program | None = None
+        self.asked: Any = None
+        self._blocks: BlockWriter | None = None
         self._started = time.perf_counter()
         self.stopping = Stopping(task.split, task.recipe)
+        self._trains = task.trains
+        own = [task.recipe.for_block(b, len(task.split), task.split.logits).accumulate for b in range(len(task.split))]
+        self._together = math.lcm(*own)  # batches after which no gradients wait for more
         self._run = Run(task.stage, self.history, program.plan)
         call(task.callbacks, "on_start", self._run)
 
     def run(self, job: Job, peers: Peers) -> dict[int, BlockState]:
         """Train to the end, or until there is another program to go on with; then return what the rank's blocks go on
         from."""
+        rank = job.start(peers)
+        collector = Collector(rank, self.history)
+        try:
+            return self._run_program(rank, job, peers, collector)
+        except Exception:
+            self._look(collector, wait=True)  # a checkpoint that is all written
+            raise
+
+    def _run_program(self, rank: Rank, job: Job, peers: Peers, collector: Collector) -> dict[int, BlockState]:
         task, feed, recipe = self.task, self.feed, self.task.recipe
-        rank, step = job.start(peers), self.program.compile(0)
-        sizes, collector = Sizes(task.split, self.program.batched), Collector(rank, self.history)
+        step, sizes = self.program.compile(0), Sizes(task.split, self.program.batched)
         announce = Announcer(rank, job)
         by_model = evaluations(rank, job.evaluations)
         judge = Judge(rank, by_model, task.split, sizes, task.bare, announce) if by_model else None
+        self._blocks = None if job.place is None else BlockWriter(rank, job.place)
+        self._writes = {0} | set(rank.links.results)
         self.moves_to = None
         over = False
         while not over:
-            for batch, rows in () if self._goes_over or not task.trains else feed.rest(rank, peers):
-                now = self._progress
+            for batch, rows in () if self._goes_over or not self._trains else feed.rest(rank, peers):
+                now, save = self._progress, self._save_after_step()
                 pair = task.to_pair(batch)
                 check_like(pair, task.split)
                 number, forms = sizes.of(pair)
                 announce(number, forms, rank.links.announce)
                 own = recipe.own_input(now)
-                rank.begin(Header(STEP, feed.done, rows or pair[0].rows, progress=now, sizes=number, own=own))
+                rank.begin(
+                    Header(STEP, feed.done, rows or pair[0].rows, progress=now, sizes=number, own=own, save=save)
+                )
                 rank.run(step, pair)
                 collector.add(feed.done, rank.finish_step())
                 collector.look()
                 self._tell_steps()
                 feed.used()
                 self.bars.show(self.history)
-                if feed.done == recipe.steps or self._run.stop or self._goes_over:
+                if save:
+                    self._save()
+                self._look(collector)
+                if feed.done == recipe.steps or self._run.stop or self._goes_over or self.asked:
                     break
             self._collect(rank, job, collector)
-            if self._goes_over:
+            if self.asked:
+                ask(rank, "done")
+            elif not self._trains and task.trains:  # it had ended before
+                self._write()
+                ask(rank, "done")
+            elif self._goes_over:
                 self.moves_to = again(self.program, task.split, own_input=True)
                 ask(rank, "done")
             else:
                 self._end_epoch(rank, job, collector, judge)
-            over = self.moves_to is not None or (self.ended and (feed.done > 0 or not task.trains))
+            over = self.asked is not None or self.moves_to is not None
+            over = over or (self.ended and (feed.done > 0 or not task.trains))
         self.trace = collector.trace()
         rank.links.pass_on(STOP, feed.done)
         wanted = [torch.zeros(1)] if self.moves_to else []
@@ -92,8 +128,67 @@ class Loop:
             sender.send(Header(STOP, feed.done), wanted)
         for evaluation in by_model.values():
             evaluation.stop(feed.done)
+        collector.rest()
+        self._look(collector, wait=True)
         rank.links.join()
         return rank.states() if self.moves_to else {}
+
+    def restore(self, found: Restored) -> None:
+        """Go on from a checkpoint."""
+        run = found.run
+        ours = self.history
+        self.history = self._run.history = History.from_json(run["history"])
+        self.history.candidates = ours.candidates
+        self.values = dict(found.values)
+        self.feed.go_on(run["feed"])
+        self.stopping.go_on(run["stopping"])
+        self.seconds = run["seconds"]
+        self._run.step, self._run.epoch = self.history.steps, self.feed.epoch
+        self._trains = not run["ended"]
+        self._started -= self.history.seconds
+        self.bars.show(self.history)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _save_after_step(self) -> bool:
+        """Whether a checkpoint is made after the step that comes now, and a place for it."""
+        writer, step = self.writer, self.feed.done + 1
+        if writer is None or writer.busy or self.feed.pending(self._together):
+            return False
+        if not (self._signals.asked or writer.due.at_step(step)):
+            return False
+        writer.begin(step, self._writes)
+        return True
+
+    def _save(self) -> None:
+        """Copy where the training is; it is written once all ranks have written their blocks."""
+        assert self.writer is not None
+        assert self._blocks is not None
+        step, feed, stopping = self.feed.done, self.feed.state(), copy.deepcopy(self.stopping.state())
+        ended, seconds = self.ended, time.perf_counter() - self._started
+        known = step, len(self.history.epoch_ends), len(self.history.scores)
+        self._blocks.save(step)
+
+        def run() -> dict[str, Any]:
+            history = replace(self.history.until(*known), seconds=seconds).to_json()
+            return {
+                "stage": self.task.stage, "ended": ended, "history": history, "feed": feed, "stopping": stopping,
+                "fingerprint": self.task.fingerprint, "before": self.task.before, "seconds": self.seconds,
+            }  # fmt: skip
+
+        self.writer.note(run, step)
+        if self._signals.asked and not ended:
+            self.asked = self._signals.asked
+
+    def _look(self, collector: Collector, wait: bool = False) -> None:
+        """Bring checkpoints on their way."""
+        if self.writer is None or self._blocks is None:
+            return
+        found = [(0, *done) for done in self._blocks.finished(wait)] + collector.saved
+        collector.saved = []
+        for rank, step, failure in found:
+            self.writer.reported(rank, step, failure)
+        self.writer.look(self.history.steps, wait)
 
     def go_over(self, program: Program) -> None:
         """Run another program next."""
@@ -104,7 +199,7 @@ class Loop:
     def ended(self) -> bool:
         recipe = self.task.recipe
         done = self.feed.done == recipe.steps or (recipe.steps is None and self.feed.epoch >= recipe.epochs)
-        return done or self._run.stop or not self.task.trains
+        return done or self._run.stop or not self._trains
 
     def what(self, rank: int) -> str:
         """What a rank does, for errors."""
@@ -144,12 +239,22 @@ class Loop:
         self._tell("on_epoch")
         if self.ended and not ended:  # by a callback
             self._take_stock(rank, judge, collector)
+        self._save_at_epoch(rank, collector)
         ask(rank, "done")
         if self.history.candidates:
             self.seconds |= forward_seconds(collector.trace())
         if self.ended:
             self._tell("on_end")
-        self.moves_to = None if self.ended else self._next(collector)
+        self.moves_to = None if self.ended or self.asked else self._next(collector)
+
+    def _save_at_epoch(self, rank: Rank, collector: Collector) -> None:
+        writer, asked = self.writer, self._signals.asked
+        if writer is None or not (asked or self.ended or writer.due.at_epoch(self.feed.epoch)):
+            return
+        self._look(collector, wait=True)  # one that was made on the way: the other ranks have written theirs
+        writer.begin(self.feed.done, self._writes)
+        ask(rank, "save", [torch.tensor(self.feed.done)])
+        self._save()
 
     def _next(self, collector: Collector) -> Program | None:
         """What to go on with at an epoch's end; None: as before."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ..errors import InputError
 from ..program import Program
 from .data import Batches
+from .draws import states
 from .pair import Pair
 
 Order = list[list[Any]]  # the dataset's indices, batch by batch
@@ -69,6 +70,7 @@ class OwnRows(Batches):
         return other
 
     def first(self) -> Any:
+        self.drawn = states(self.data)
         self._drawn = list(self._order)
         if not self._drawn:
             return super().first()  # refuses
@@ -77,7 +79,12 @@ class OwnRows(Batches):
     def order(self) -> Order:
         """The indices of the next epoch."""
         drawn, self._drawn = self._drawn, None
+        if drawn is None:
+            self.drawn = states(self.data)
         return list(self._order) if drawn is None else drawn
+
+    def forget(self) -> None:
+        self._drawn = None
 
 
 class RowsOf:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -65,6 +66,16 @@ class Stopping:
             f"{self.names[b]} stopped after epoch {len(history.epoch_ends)}, at a relative loss of {self._least[b]:.3g}"
             for b in new
         ]
+
+    def state(self) -> dict[str, Any]:
+        """To go on from: see `go_on`."""
+        own = {"least": self._least, "losses": self.losses, "best": self._best, "waited": self._waited}
+        return {**own, "stopped": sorted(self.stopped), "notes": self.notes}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """From what `state` gave."""
+        self._least, self.losses, self._waited = state["least"], state["losses"], state["waited"]
+        self._best, self.stopped, self.notes = state["best"], frozenset(state["stopped"]), state["notes"]
 
     def best(self) -> dict[str, Tensor]:
         """The weights of each block at the end of its best epoch; empty unless they are kept."""

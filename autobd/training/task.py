@@ -31,6 +31,8 @@ class Task:
         validation: how to judge the models at epoch ends; None: not at all.
         recalibrate: batches from which the assembled student's batch norms take their statistics in the end.
         callbacks: objects with some of `Callback`'s methods.
+        fingerprint: what it depends on; `before`: what a checkpoint of a later stage keeps of the earlier one;
+            `steps_before`: how many steps that had.
         trains: False: judge the student as it is, and nothing else.
         stage: what the student is called in scores: "assembled" while its blocks are trained, "finished" after them.
     """
@@ -46,6 +48,9 @@ class Task:
     validation: Validation | None = None
     recalibrate: int = 0
     callbacks: tuple[Any, ...] = ()
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    before: Mapping[str, Any] = field(default_factory=dict)
+    steps_before: int = 0
     trains: bool = True
     stage: str = "assembled"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,13 +16,16 @@ from ..parts import BlockState, Part, parts_of
 from ..parts.candidates import candidate_parts
 from ..parts.channels import Place
 from ..planner import Plan
-from ..program import Program, Trace, evaluation
+from ..program import Program, Trace, again, evaluation
 from ..ranks import Group
 from .bars import bars
+from .checkpoint import Checkpoint
 from .history import History
 from .jobs import follow, jobs
 from .loop import Loop, copy_all
 from .own_rows import OwnRows
+from .saving import Restored, Writer
+from .signals import Interrupted, signals
 from .task import Task
 
 
@@ -47,7 +50,14 @@ class Trained:
     notes: tuple[str, ...] = ()
 
 
-def train(task: Task, program: Program, group: Group, progress: bool = False) -> Trained:
+def train(
+    task: Task,
+    program: Program,
+    group: Group,
+    progress: bool = False,
+    checkpoint: Checkpoint | None = None,
+    restored: Restored | None = None,
+) -> Trained:
     """Train the student of `task.split` in place, on the ranks of `group`.
 
     The work is done on copies: the user's student changes at the end of each epoch and at no other time, so an error or
@@ -55,12 +65,15 @@ def train(task: Task, program: Program, group: Group, progress: bool = False) ->
 
     Arguments:
         progress: show a progress bar with the relative loss of each block.
+        checkpoint: where to write the training while it goes on; `restored`: what to go on from.
 
     Errors: LossError and InputError as they occur, RankError for a rank that failed; they name the block and step.
+    Interrupted where a signal has asked to end: a checkpoint is written.
     """
     recipe, batches = task.recipe, task.batches
     reader = batches.reader if isinstance(batches, OwnRows) else None
-    parts = _parts(task, program.plan, task.start)
+    start = {**task.start, **restored.values} if restored else task.start
+    parts = _parts(task, program.plan, start)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         teacher = task.split.teacher.model
@@ -76,10 +89,18 @@ def train(task: Task, program: Program, group: Group, progress: bool = False) ->
                 do=f"pass {'Finish' if task.stage == 'finished' else 'Recipe'}(steps=...), or data with a length",
             )
         what = "finish" if task.stage == "finished" else "distil"
-        loop = Loop(task, program, stack.enter_context(bars(progress, total, what, program.plan)))
+        writer = None if checkpoint is None else stack.enter_context(closing(Writer(checkpoint, task.steps_before)))
+        heard = stack.enter_context(signals(checkpoint is not None))
+        loop = Loop(task, program, stack.enter_context(bars(progress, total, what, program.plan)), writer, heard)
         states: dict[int, BlockState] = {}
+        if restored is not None:
+            loop.restore(restored)
+            states = restored.states
+            loop.program = again(program, task.split, stopped=loop.stopping.stopped)
         while True:
-            given = jobs(loop.program, parts, task.seed, reader, states, _evaluations(task, loop.program.plan))
+            models = _evaluations(task, loop.program.plan)
+            place = None if writer is None else writer.place
+            given = jobs(loop.program, parts, task.seed, reader, states, models, place)
             parts, states = [], {}
             own, found = given.pop(0), dict[int, dict[int, BlockState]]()
             states = group.run(
@@ -94,6 +115,8 @@ def train(task: Task, program: Program, group: Group, progress: bool = False) ->
                 states |= of_rank
             parts = _parts(task, loop.moves_to.plan, {**task.start, **loop.values})
             loop.go_over(loop.moves_to)
+        if loop.asked is not None:
+            raise Interrupted(loop.asked, writer.last if writer is not None else None)
     assert loop.trace is not None
     stopping = loop.stopping
     return Trained(

@@ -20,7 +20,8 @@ from autobd.cluster import Cluster
 from autobd.costs import Profile
 from autobd.errors import PlanError, SplitError
 from autobd.program import build
-from autobd.training import Batches, Task, ToPair, train
+from autobd.training import Batches, Task, ToPair
+from autobd.training.train import train
 
 NAMES = "012"
 CUTS = [(n, n) for n in NAMES[:-1]]

@@ -1,0 +1,121 @@
+"""When a training is written to disk, and where: `Checkpoint`."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from ..checkpoints import Saved, saved
+from ..errors import CheckpointError, InputError
+
+_UNITS = {"epoch": "epochs", "step": "steps", "minute": "minutes"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`distill(checkpoint=Checkpoint("runs/one"), resume="auto")`: where a training is, written while it goes on.
+
+    Every rank writes its own blocks: with several hosts the directory is one that all of them share. It belongs to one
+    training.
+
+    Arguments:
+        directory: where checkpoints are, in folders of their own; made if it is not there.
+        every: "1 epoch", "200 steps", "10 minutes", or a number of steps.
+        keep: how many; older ones are deleted.
+
+    Errors: InputError for an `every` or `keep` that says nothing.
+    """
+
+    directory: str | PathLike[str]
+    every: str | int = "1 epoch"
+    keep: int = 3
+    count: int = field(init=False, repr=False)
+    unit: Literal["epochs", "steps", "minutes"] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        text = f"{self.every} steps" if isinstance(self.every, int) else str(self.every)
+        match = re.fullmatch(r"\s*(\d+)\s*(epoch|step|minute)s?\s*", text)
+        if match is None or int(match[1]) < 1 or isinstance(self.every, bool):
+            raise InputError(
+                "Checkpoint.every says no time.",
+                given=repr(self.every),
+                expected='"1 epoch", "200 steps", "10 minutes" or a number of steps',
+            )
+        if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
+            raise InputError(
+                "Checkpoint.keep is no count.", given=repr(self.keep), expected="a whole number of at least 1"
+            )
+        object.__setattr__(self, "count", int(match[1]))
+        object.__setattr__(self, "unit", _UNITS[match[2]])
+
+    @property
+    def path(self) -> Path:
+        return Path(self.directory).absolute()
+
+
+class Due:
+    """When the next one is to be written."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._every, self._last = checkpoint, time.monotonic()
+
+    def at_step(self, step: int) -> bool:
+        """After `step` steps are done, counted from 1."""
+        if self._every.unit == "minutes":
+            return time.monotonic() - self._last >= 60 * self._every.count
+        return self._every.unit == "steps" and step % self._every.count == 0
+
+    def at_epoch(self, epoch: int) -> bool:
+        """After `epoch` epochs."""
+        return self._every.unit == "epochs" and epoch % self._every.count == 0
+
+    def done(self) -> None:
+        """One is being written now."""
+        self._last = time.monotonic()
+
+
+def asked_checkpoint(given: Any) -> Checkpoint | None:
+    """A `Checkpoint`, or a directory. Errors: InputError for anything else, or a place that cannot be written to."""
+    if given is None or isinstance(given, Checkpoint):
+        return given
+    if isinstance(given, (str, PathLike)):
+        return Checkpoint(given)
+    raise InputError(
+        "checkpoint= is no checkpoint.", given=repr(given), expected="Checkpoint(directory), or a directory"
+    )
+
+
+def asked_resume(given: Any, checkpoint: Checkpoint | None) -> Saved | None:
+    """What to go on from. Errors: InputError, CheckpointError for one that is not there, or damaged."""
+    if given is None or given is False:
+        if checkpoint is not None and saved(checkpoint.path):
+            raise InputError(
+                "The directory has checkpoints of an earlier training.",
+                given=checkpoint.directory,
+                expected="an empty directory, or one that is not there",
+                do='pass resume="auto" to go on with it, or another directory',
+            )
+        return None
+    if given == "auto":
+        if checkpoint is None:
+            raise InputError('resume="auto" looks where checkpoints are written.', do="pass checkpoint= too")
+        found = saved(checkpoint.path)
+        chosen = found[-1] if found else None
+    elif isinstance(given, (str, PathLike)):
+        path = Path(given).absolute()
+        inside = saved(path)
+        beside = [s for s in saved(path.parent) if s.path == path]
+        if not inside and not beside:
+            raise CheckpointError(
+                "There is no checkpoint.", given=str(given), expected="a folder step-... or a directory of these"
+            )
+        chosen = (beside or inside)[-1]
+    else:
+        raise InputError("resume= is no place.", given=repr(given), expected='"auto", a directory or None')
+    if chosen is not None:
+        chosen.check()
+    return chosen

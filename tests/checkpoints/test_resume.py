@@ -1,0 +1,365 @@
+"""A training that was ended by anything goes on where it was, and ends as if nothing had happened."""
+
+import copy
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from plain import assert_equal_state
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import autobd
+from autobd import Checkpoint, Finish, Recipe
+from autobd.checkpoints import saved
+from autobd.errors import CallbackError, CheckpointError, InputError
+
+CUTS = [("0", "0"), ("1", "1"), ("2", "2")]
+STEPS, EPOCHS = 5, 3
+
+
+def net(width, seed):
+    torch.manual_seed(seed)
+
+    def stage(channels):
+        layers = [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1)]
+        return nn.Sequential(*layers, nn.Conv2d(width, 4, 1))
+
+    return nn.Sequential(stage(3), stage(4), stage(4), nn.Sequential(nn.Flatten(), nn.Linear(4 * 36, 5)))
+
+
+class Shaken(Dataset):
+    """Images that are never the same twice: both Python's and torch's generators are drawn from."""
+
+    def __init__(self):
+        self.images = torch.randn(38, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        image = self.images[i] + 0.1 * torch.randn(3, 6, 6)
+        return image.flip(-1) if random.random() < 0.5 else image, i % 5
+
+
+class Dies(autobd.Callback):
+    def __init__(self, step, stage="assembled"):
+        self.step, self.stage = step, stage
+
+    def on_step(self, run):
+        time.sleep(0.03)  # for what is written meanwhile
+        if run.stage == self.stage and run.step == self.step:
+            raise RuntimeError("the power is gone")
+
+
+RECIPE = Recipe(logits=True, epochs=EPOCHS, lr=autobd.Schedule(3e-3, warmup=0.2), ema={1: 0.9}, clip=1.0)
+
+
+def distilled(student=None, recipe=RECIPE, **options):
+    """The student that comes out, and the result; None for it where the training died."""
+    student = student or net(6, 1)
+    random.seed(4)
+    loader = DataLoader(Shaken(), 8, shuffle=True, generator=torch.Generator().manual_seed(2))
+    defaults = {"devices": 1, "strategy": "tr+dpu", "profile": "analytic", "threads": 1, "progress": False}
+    options = {"cuts": CUTS, "data": loader, **defaults, **options}
+    try:
+        return student, autobd.distill(net(12, 0), student, options.pop("data"), recipe=recipe, **options)
+    except CallbackError:
+        return student, None
+
+
+def assert_same_run(a, b):
+    assert_equal_state(a[0], b[0])
+    assert a[1].history.losses == b[1].history.losses
+    assert a[1].history.epoch_ends == b[1].history.epoch_ends
+    assert a[1].history.scores == b[1].history.scores
+    if a[1].history.finish is not None:
+        assert a[1].history.finish.losses == b[1].history.finish.losses
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The training that nothing has ended."""
+    return distilled()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("first", "then", "every", "dies"),
+    [(1, 1, "1 epoch", 7), (1, 2, 3, 14), (2, 1, "1 epoch", 12), (3, 2, "2 steps", 8), (2, 3, 4, 11)],
+)  # fmt: skip
+def test_it_goes_on_on_any_number_of_ranks_and_ends_the_same(tmp_path, whole, first, then, every, dies):
+    checkpoint = Checkpoint(tmp_path / "run", every)
+    assert distilled(devices=first, checkpoint=checkpoint, callbacks=[Dies(dies)])[1] is None
+    found = saved(tmp_path / "run")
+    assert found
+    assert 0 < found[-1].step <= dies
+    assert_same_run(distilled(devices=then, checkpoint=checkpoint, resume="auto"), whole)
+    assert len(saved(tmp_path / "run")) <= 3
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+@pytest.mark.timeout(120)
+def test_it_may_be_ended_again_and_again(tmp_path, whole):
+    for dies in (4, 6, 9, 13):
+        checkpoint = Checkpoint(tmp_path, 1, keep=1)
+        distilled(checkpoint=checkpoint, resume="auto", callbacks=[Dies(dies)], devices=1 + dies % 2)
+    assert_same_run(distilled(checkpoint=tmp_path, resume="auto"), whole)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dies", [2, 6])
+def test_training_end_to_end_goes_on_too(tmp_path, dies):
+    options = {"finish": Finish(2, "kd"), "validate": list(islice(Shaken().images.split(8), 2)), "recalibrate": 2}
+    options["validate"] = [(x, torch.zeros(len(x)).long()) for x in options["validate"]]
+    expected = distilled(**options)
+    checkpoint = Checkpoint(tmp_path, "2 steps")
+    assert distilled(checkpoint=checkpoint, callbacks=[Dies(dies, "finished")], **options)[1] is None
+    found = distilled(checkpoint=checkpoint, resume="auto", **options)
+    assert_same_run(found, expected)
+    again = distilled(checkpoint=checkpoint, resume="auto", **options)  # nothing is left to do
+    assert_same_run(again, expected)
+    with pytest.raises(CheckpointError, match="while the whole student was trained"):
+        distilled(checkpoint=checkpoint, resume="auto", **{**options, "finish": None})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(logits=True, epochs=EPOCHS, accumulate=2),
+        Recipe(logits=True, epochs=EPOCHS, block_input="teacher-then-student"),
+        Recipe(logits=True, epochs=EPOCHS, keep_best=True, patience=1, lr=0.3),
+        Recipe(logits=True, epochs=EPOCHS, optimizer=torch.optim.RMSprop, precision="bf16"),
+    ],
+)  # fmt: skip
+def test_whatever_the_recipe_is(tmp_path, recipe):
+    expected = distilled(recipe=recipe)
+    for dies in (6, 11):
+        checkpoint = Checkpoint(tmp_path / str(dies), 1)
+        distilled(recipe=recipe, checkpoint=checkpoint, callbacks=[Dies(dies)], devices=2)
+        step = saved(checkpoint.path)[-1].step
+        assert step % STEPS % (recipe.accumulate if isinstance(recipe.accumulate, int) else 1) == 0
+        found = distilled(recipe=recipe, checkpoint=checkpoint, resume="auto")
+        assert_equal_state(found[0], expected[0])
+        assert found[1].history.losses == expected[1].history.losses
+
+
+@pytest.mark.timeout(120)
+def test_replicas_go_on_within_rounding(tmp_path):
+    """In double precision and without norms and dropout, which are local to a rank's rows."""
+
+    def run(**options):
+        torch.manual_seed(1)
+        layers = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.Flatten()
+        student = nn.Sequential(*layers).double()
+        torch.manual_seed(0)
+        teacher = copy.deepcopy(student)
+        for p in teacher.parameters():
+            nn.init.normal_(p)
+        data = [x.double() for x in Shaken().images.split(8)]
+        options = {"devices": 2, "strategy": "ir", "threads": 1, "progress": False, **options}
+        try:
+            autobd.distill(teacher, student, data, cuts=CUTS, recipe=Recipe(logits=False, epochs=3), **options)
+        except CallbackError:
+            return None
+        return student
+
+    expected = run()
+    checkpoint = Checkpoint(tmp_path, 2)
+    assert run(checkpoint=checkpoint, callbacks=[Dies(8)]) is None
+    found = run(checkpoint=checkpoint, resume="auto", devices=3, strategy="dp")
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.timeout(120)
+def test_candidates_go_on_too(tmp_path):
+    def run(**options):
+        torch.manual_seed(3)
+        other = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        budget = autobd.Budget(parameters=1400)
+        return *distilled(candidates={"1": [other]}, budget=budget, finish=1, **options), other
+
+    expected = run()
+    assert expected[1].candidates.chosen == [(1, 1)]
+    for dies, devices in ((Dies(7), 2), (Dies(3, "finished"), 1)):  # end to end, replicas have norms of their own
+        checkpoint = Checkpoint(tmp_path / dies.stage, 2)
+        assert run(checkpoint=checkpoint, callbacks=[dies], devices=devices)[1] is None
+        found = run(checkpoint=checkpoint, resume="auto")
+        assert_same_run(found[:2], expected[:2])
+        assert found[1].candidates.chosen == [(1, 1)]
+        assert found[0][1] is found[2]
+
+
+# -------------------------------------------------------------------- what is refused
+
+OTHERS = [
+    ({"recipe": Recipe(logits=True, epochs=EPOCHS, lr=1e-2)}, r"Recipe\.lr: "),
+    (
+        {"recipe": Recipe(logits=True, epochs=EPOCHS + 1)},
+        rf"Recipe\.epochs: {EPOCHS} in the checkpoint, {EPOCHS + 1} now",
+    ),
+    ({"student": net(7, 1)}, "the student: Sequential with"),
+    ({"cuts": CUTS[:2]}, "the blocks: "),
+    ({"seed": 5}, "the seed: 0 in the checkpoint, 5 now"),
+    (
+        {"data": [(torch.randn(8, 3, 6, 6), torch.zeros(8).long())] * 9},
+        "the number of batches: 5 in the checkpoint, 9 now",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("begun")
+    distilled(recipe=Recipe(logits=True, epochs=EPOCHS), checkpoint=Checkpoint(directory, 3), callbacks=[Dies(8)])
+    return directory
+
+
+@pytest.mark.parametrize("other", range(len(OTHERS)))
+def test_another_training_is_refused_with_the_difference(begun, other):
+    options, text = OTHERS[other]
+    options = {"recipe": Recipe(logits=True, epochs=EPOCHS), **options}
+    with pytest.raises(CheckpointError, match="is of another training") as error:
+        distilled(checkpoint=begun, resume="auto", **options)
+    assert re.search(text, str(error.value)), str(error.value)
+    assert str(error.value).count("in the checkpoint") == (2 if "cuts" in options else 1)
+
+
+def test_a_directory_that_is_in_use_is_not_written_to(begun):
+    with pytest.raises(InputError, match="has checkpoints of an earlier training"):
+        distilled(checkpoint=begun)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"checkpoint": 3}, "checkpoint= is no checkpoint"),
+        ({"resume": "auto"}, "looks where checkpoints are written"),
+        ({"resume": "/nowhere"}, "There is no checkpoint"),
+        ({"resume": 7}, "resume= is no place"),
+    ],
+)
+def test_what_says_nothing_is_refused(options, text):
+    with pytest.raises(autobd.AutobdError, match=text):
+        distilled(**options)
+
+
+@pytest.mark.parametrize("every", ["1 day", "0 steps", "", 0, True, "epoch"])
+def test_a_time_is_a_number_of_epochs_steps_or_minutes(every):
+    with pytest.raises(InputError, match=r"Checkpoint\.every says no time"):
+        Checkpoint("run", every)
+
+
+def test_a_damaged_one_is_refused_and_the_one_before_can_be_taken(begun, tmp_path):
+    import shutil
+
+    shutil.copytree(begun, tmp_path / "run")
+    newest, before = saved(tmp_path / "run")[-1], saved(tmp_path / "run")[-2]
+    file = newest.path / "block-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-9] + b"123456789")
+    recipe = Recipe(logits=True, epochs=EPOCHS)
+    with pytest.raises(CheckpointError, match=r"block-2\.safetensors: other contents"):
+        distilled(recipe=recipe, checkpoint=tmp_path / "run", resume="auto")
+    found = distilled(recipe=recipe, resume=str(before.path))
+    assert_same_run(found, distilled(recipe=recipe))
+
+
+# -------------------------------------------------------------------- signals and disks
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import autobd
+from test_resume import Checkpoint, distilled, RECIPE
+from dataclasses import replace
+
+class Slow(autobd.Callback):
+    def on_step(self, run):
+        print(run.step, flush=True)
+        time.sleep({sleep})
+
+{before}
+checkpoint = Checkpoint({directory!r}, {every!r})
+student, result = distilled(devices={devices}, checkpoint=checkpoint, callbacks=[Slow()], resume="auto")
+print("done", flush=True)
+"""
+
+
+def started(directory, devices=1, every="1 epoch", sleep=0.2, before=""):
+    given = {"devices": devices, "directory": str(directory), "every": every, "sleep": sleep, "before": before}
+    script = SCRIPT.format(tests=str(Path(__file__).parent), **given)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("number", "devices"), [("SIGTERM", 2), ("SIGUSR1", 1), ("SIGINT", 2)])
+def test_a_signal_saves_within_the_step_and_ends_in_order(tmp_path, whole, number, devices):
+    process = started(tmp_path, devices)
+    while process.stdout.readline() != "3\n":
+        assert process.poll() is None, process.stderr.read()
+    process.send_signal(getattr(signal, number))
+    output, errors = process.communicate(timeout=60)
+    assert "done" not in output
+    assert f"{number}: saved in {tmp_path}" in errors
+    assert process.returncode == (0 if number != "SIGINT" else process.returncode), errors
+    if number == "SIGINT":
+        assert process.returncode != 0
+    step = saved(tmp_path)[-1].step
+    assert 3 <= step <= 9
+    assert_same_run(distilled(checkpoint=tmp_path, resume="auto"), whole)
+
+
+@pytest.mark.timeout(120)
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    process = started(tmp_path, sleep=5)
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert time.monotonic() - began < 4
+    assert process.returncode != 0
+
+
+@pytest.mark.timeout(120)
+def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path, whole):
+    """The largest file that the process may write is smaller than a block."""
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))"
+    process = started(tmp_path / "run", every="2 steps", sleep=0, before=limit)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert output.endswith("done\n")
+    assert "could not be written, training goes on" in errors
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_process_that_is_killed_at_any_time_loses_nothing_but_the_last_steps(tmp_path, whole, devices):
+    generator = random.Random(devices)
+    done, kills = False, 0
+    while not done:
+        process = started(tmp_path, devices, every=1, sleep=0.02)
+        if kills < 3:
+            for _ in range(generator.randint(1, 5)):
+                process.stdout.readline()
+            time.sleep(generator.random() * 0.05)
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        done = "done" in process.communicate(timeout=60)[0]
+    assert_same_run(distilled(checkpoint=tmp_path, resume="auto"), whole)
