@@ -6,6 +6,7 @@ import os
 import pickle
 import select
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -69,6 +70,11 @@ def _next(control: Any) -> memoryview:
 def main() -> None:
     """A local rank, started by `local.start`: its settings come from standard input, whose end means that the caller
     is gone."""
+    for number in (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # a scheduler tells all processes; what follows is the caller's to say
+        signal.signal(number, signal.SIG_IGN)
     source = sys.stdin.buffer
     settings = pickle.load(source)
     threading.Thread(target=_leave_with_the_caller, args=(source, settings), daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from dataclasses import dataclass, field
 from os import PathLike
@@ -80,10 +81,19 @@ class Due:
 
 def asked_checkpoint(given: Any) -> Checkpoint | None:
     """A `Checkpoint`, or a directory. Errors: InputError for anything else, or a place that cannot be written to."""
-    if given is None or isinstance(given, Checkpoint):
-        return given
+    if given is None:
+        return None
     if isinstance(given, (str, PathLike)):
-        return Checkpoint(given)
+        given = Checkpoint(given)
+    if isinstance(given, Checkpoint):
+        try:
+            given.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=given.path).close()
+        except OSError as error:
+            raise InputError(
+                "Checkpoints cannot be written there.", given=f"{given.directory}: {error}", do="pass another directory"
+            ) from error
+        return given
     raise InputError(
         "checkpoint= is no checkpoint.", given=repr(given), expected="Checkpoint(directory), or a directory"
     )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +22,19 @@ from .feed import Feed
 from .history import History, Scored
 from .jobs import Announcer, Job, by_name
 from .judge import Judge, ask, evaluations
-from .saving import BlockWriter, Restored, Writer
+from .kept import Kept
+from .saving import Writer
 from .signals import Signals
 from .sizes import Sizes, check_like
 from .stopping import Stopping
 from .task import Task
 
 
-class Loop:
+class Loop(Kept):
     """Rank 0's side of a run, from one program to the next.
 
     Attributes:
         values: what training has changed so far, by key in the student; `maps`: channel maps, multiplied.
-        writer: of checkpoints; None: there are none. `asked`: a signal that has ended the training, saved where it was.
         seconds: of every student's forward, where there are candidates (see `forward_seconds`).
         moves_to: the program to go on with; None at the end.
     """
@@ -46,8 +42,8 @@ class Loop:
     def __init__(
         self, task: Task, program: Program, bars: Bars, writer: Writer | None = None, signals: Signals | None = None
     ) -> None:
+        super().__init__(task, writer, signals)
         self.task, self.program, self.bars = task, program, bars
-        self.writer, self._signals = writer, signals or Signals()
         self.history, self.feed = History(), Feed(task.batches)
         self.history.candidates = [(c.block, c.number) for c in task.split.candidates]
         self.values: dict[str, Tensor] = {}
@@ -55,13 +51,9 @@ class Loop:
         self.seconds: dict[tuple[int, int | None], float] = {}
         self.trace: Trace | None = None
         self.moves_to: Program | None = None
-        self.asked: Any = None
-        self._blocks: BlockWriter | None = None
         self._started = time.perf_counter()
         self.stopping = Stopping(task.split, task.recipe)
         self._trains = task.trains
-        own = [task.recipe.for_block(b, len(task.split), task.split.logits).accumulate for b in range(len(task.split))]
-        self._together = math.lcm(*own)  # batches after which no gradients wait for more
         self._run = Run(task.stage, self.history, program.plan)
         call(task.callbacks, "on_start", self._run)
 
@@ -82,8 +74,7 @@ class Loop:
         announce = Announcer(rank, job)
         by_model = evaluations(rank, job.evaluations)
         judge = Judge(rank, by_model, task.split, sizes, task.bare, announce) if by_model else None
-        self._blocks = None if job.place is None else BlockWriter(rank, job.place)
-        self._writes = {0} | set(rank.links.results)
+        self._open(job, rank)
         self.moves_to = None
         over = False
         while not over:
@@ -133,70 +124,13 @@ class Loop:
         rank.links.join()
         return rank.states() if self.moves_to else {}
 
-    def restore(self, found: Restored) -> None:
-        """Go on from a checkpoint."""
-        run = found.run
-        ours = self.history
-        self.history = self._run.history = History.from_json(run["history"])
-        self.history.candidates = ours.candidates
-        self.values = dict(found.values)
-        self.feed.go_on(run["feed"])
-        self.stopping.go_on(run["stopping"])
-        self.seconds = run["seconds"]
-        self._run.step, self._run.epoch = self.history.steps, self.feed.epoch
-        self._trains = not run["ended"]
-        self._started -= self.history.seconds
-        self.bars.show(self.history)
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def _save_after_step(self) -> bool:
-        """Whether a checkpoint is made after the step that comes now, and a place for it."""
-        writer, step = self.writer, self.feed.done + 1
-        if writer is None or writer.busy or self.feed.pending(self._together):
-            return False
-        if not (self._signals.asked or writer.due.at_step(step)):
-            return False
-        writer.begin(step, self._writes)
-        return True
-
-    def _save(self) -> None:
-        """Copy where the training is; it is written once all ranks have written their blocks."""
-        assert self.writer is not None
-        assert self._blocks is not None
-        step, feed, stopping = self.feed.done, self.feed.state(), copy.deepcopy(self.stopping.state())
-        ended, seconds = self.ended, time.perf_counter() - self._started
-        known = step, len(self.history.epoch_ends), len(self.history.scores)
-        self._blocks.save(step)
-
-        def run() -> dict[str, Any]:
-            history = replace(self.history.until(*known), seconds=seconds).to_json()
-            return {
-                "stage": self.task.stage, "ended": ended, "history": history, "feed": feed, "stopping": stopping,
-                "fingerprint": self.task.fingerprint, "before": self.task.before, "seconds": self.seconds,
-            }  # fmt: skip
-
-        self.writer.note(run, step)
-        if self._signals.asked and not ended:
-            self.asked = self._signals.asked
-
-    def _look(self, collector: Collector, wait: bool = False) -> None:
-        """Bring checkpoints on their way."""
-        if self.writer is None or self._blocks is None:
-            return
-        found = [(0, *done) for done in self._blocks.finished(wait)] + collector.saved
-        collector.saved = []
-        for rank, step, failure in found:
-            self.writer.reported(rank, step, failure)
-        self.writer.look(self.history.steps, wait)
-
     def go_over(self, program: Program) -> None:
         """Run another program next."""
         self.program = program
         self.bars.follow(program.plan)
 
     @property
-    def ended(self) -> bool:
+    def ended(self) -> bool:  # type: ignore[override]
         recipe = self.task.recipe
         done = self.feed.done == recipe.steps or (recipe.steps is None and self.feed.epoch >= recipe.epochs)
         return done or self._run.stop or not self._trains
@@ -246,15 +180,6 @@ class Loop:
         if self.ended:
             self._tell("on_end")
         self.moves_to = None if self.ended or self.asked else self._next(collector)
-
-    def _save_at_epoch(self, rank: Rank, collector: Collector) -> None:
-        writer, asked = self.writer, self._signals.asked
-        if writer is None or not (asked or self.ended or writer.due.at_epoch(self.feed.epoch)):
-            return
-        self._look(collector, wait=True)  # one that was made on the way: the other ranks have written theirs
-        writer.begin(self.feed.done, self._writes)
-        ask(rank, "save", [torch.tensor(self.feed.done)])
-        self._save()
 
     def _next(self, collector: Collector) -> Program | None:
         """What to go on with at an epoch's end; None: as before."""

@@ -244,6 +244,7 @@ def test_a_directory_that_is_in_use_is_not_written_to(begun):
     ("options", "text"),
     [
         ({"checkpoint": 3}, "checkpoint= is no checkpoint"),
+        ({"checkpoint": f"{__file__}/run"}, "Checkpoints cannot be written there"),
         ({"resume": "auto"}, "looks where checkpoints are written"),
         ({"resume": "/nowhere"}, "There is no checkpoint"),
         ({"resume": 7}, "resume= is no place"),
@@ -310,6 +311,9 @@ def test_a_signal_saves_within_the_step_and_ends_in_order(tmp_path, whole, numbe
     process = started(tmp_path, devices)
     while process.stdout.readline() != "3\n":
         assert process.poll() is None, process.stderr.read()
+    if devices > 1 and number == "SIGTERM":  # a scheduler tells every process
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGTERM)
     process.send_signal(getattr(signal, number))
     output, errors = process.communicate(timeout=60)
     assert "done" not in output
