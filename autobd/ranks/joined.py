@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from ..cluster import Cluster
 from ..errors import InputError, RankError
@@ -43,13 +44,15 @@ class Joined(Group):
     """
 
     def __init__(self, devices: Any, timeout: float, threads: int | None) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher's store remembers those before
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            store, rank, world = next(rendezvous("env://"))
+            dist.init_process_group("gloo", store=c10d.PrefixStore(attempt, store), rank=rank, world_size=world)
         self.rank, world = dist.get_rank(), dist.get_world_size()
         self.timeout, self.threads, self._broken = timeout, threads, False
         self._processes = {}
         self._waiter, self._patience = Waiter(), Patience(timeout)
-        self._store = c10d.PrefixStore(f"autobd {next(_OPENED)}", c10d._get_default_store())
+        self._store = c10d.PrefixStore(f"autobd {attempt} {next(_OPENED)}", c10d._get_default_store())
         self._groups, self._runs = self._kept()
         self.cluster = Cluster(*_names(devices, self.rank, world, self._store))
         self._groups(ALL, range(world), "gloo")

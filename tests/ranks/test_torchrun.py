@@ -122,3 +122,52 @@ def test_two_nodes(tmp_path):
     for agent in agents:
         check(agent)
     assert_like_one_process(tmp_path, script, 2)
+
+
+RESTARTED = """
+import os, signal, sys, threading, time, torch, autobd
+from pathlib import Path
+from torch import nn
+
+out, rank, attempt = sys.argv[1], int(os.environ.get("RANK", 0)), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+runs = Path(out + "-runs")
+
+def die():
+    while not list(runs.glob("step-*")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Slow(autobd.Callback):
+    def on_step(self, run):
+        time.sleep(0.05)
+
+def net(width, seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 6)) for _ in "1234"))
+
+torch.manual_seed(7)
+data = torch.randn(40, 6)
+if "RANK" in os.environ and attempt == 0 and rank == 1:
+    threading.Thread(target=die, daemon=True).start()
+student = net(4, 1)
+result = autobd.distill(net(16, 0), student, data, batch_size=4, epochs=4, threads=1, timeout=60, progress=False,
+                        strategy="tr+dpu", profile="analytic", callbacks=[Slow()],
+                        checkpoint=autobd.Checkpoint(runs, 5) if "RANK" in os.environ else None,
+                        resume="auto" if "RANK" in os.environ else None)
+torch.save({"attempt": attempt, "losses": result.history.losses, **student.state_dict()}, out + str(rank))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_killed_restarts_the_group_and_training_goes_on(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    check(launched(script, tmp_path / "out", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"))
+    subprocess.run([sys.executable, str(script), str(tmp_path / "alone")], check=True, timeout=100)
+    expected = torch.load(tmp_path / "alone0")
+    for rank in range(2):
+        found = torch.load(tmp_path / f"out{rank}")
+        assert found.pop("attempt") == 1
+        assert found.pop("losses") == expected["losses"]
+        for key, value in found.items():
+            assert torch.equal(value, expected[key]), (rank, key)
