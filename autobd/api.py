@@ -231,7 +231,8 @@ def distill(
                 notes.append(f'init="teacher" set {len(start)} of the student\'s {count} parameters and buffers')
             moves = Moves(found, costs, chosen.strategy if isinstance(strategy, Plan) else strategy)
             # Modules kept whole may have state of their own, which stays where it is.
-            may_move = replan and group.size > 1 and isinstance(strategy, str) and not found.student.opaque
+            may_move = replan and group.size > 1 and isinstance(strategy, str)
+            may_move = may_move and not any(s.student.opaque for s in (found, *(c.split for c in found.candidates)))
             validation = None if validate is None else Validation.of(validate, bool(logits))
             if validation is not None:
                 validation.check(lambda batch: check_batch(bare(batch), found))

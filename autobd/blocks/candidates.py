@@ -183,14 +183,14 @@ def _check_modules(student: nn.Module, path: str, modules: Any) -> None:
         raise InputError(
             f"The candidates for '{path}' are no list.", given=type(modules).__name__, expected="[module, ...]"
         )
-    known = {id(p) for p in student.parameters()}
+    known = {id(t) for t in (*student.parameters(), *student.buffers())}
     for number, module in enumerate(modules, 1):
         if not isinstance(module, nn.Module):
             raise InputError(f"Candidate {number} for '{path}' is no module.", given=type(module).__name__)
-        own = {id(p) for p in module.parameters()}
+        own = {id(t) for t in (*module.parameters(), *module.buffers())}
         if not known.isdisjoint(own):
             raise InputError(
-                f"Candidate {number} for '{path}' shares weights with the student or another candidate.",
+                f"Candidate {number} for '{path}' shares weights or buffers with the student or another candidate.",
                 given=type(module).__name__,
                 do="pass a copy (copy.deepcopy)",
             )

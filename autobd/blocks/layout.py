@@ -144,7 +144,7 @@ class Layouts:
         if name in _MULTIPLIES or name.rstrip("_") in _MULTIPLIES:  # squeeze and excitation: times a sigmoid
             return known if len(inputs) > 1 and max(inputs) == Lowest.ZERO else Lowest.UNBOUNDED
         if name == "batch_norm":
-            return min(known, Lowest.BOUNDED)
+            return min(self.lowest[node.all_input_nodes[0]], Lowest.BOUNDED)
         return known if name in _PASSES else Lowest.UNBOUNDED
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,11 +89,13 @@ def contest(split: Split, losses: Sequence[float], seconds: Seconds, budget: Bud
     picks = choose([[(s.loss, s.cost) for s in own] for own in options], fixed, budget)
     notes: tuple[str, ...] = ()
     if picks is None:  # parameters and FLOPs were looked at before, so that it is the seconds
-        picks = [min(range(len(own)), key=lambda i: own[i].seconds) for own in options]
+        bounded = Budget(budget.parameters, budget.flops)
+        picks = choose([[(s.seconds, s.cost) for s in own] for own in options], fixed, bounded)
+        assert picks is not None
         total = fixed[2] + sum(own[i].seconds for own, i in zip(options, picks, strict=True))
         notes = (
-            f"no choice of candidates keeps within Budget(seconds={budget.seconds}); the fastest takes "
-            f"{quantity(total, 's')} for one row, and was chosen",
+            f"no choice of candidates keeps within Budget(seconds={budget.seconds}) too; the fastest that keeps within "
+            f"the rest takes {quantity(total, 's')} for one row, and was chosen",
         )
     rows = [replace(s, chosen=i == pick) for own, pick in zip(options, picks, strict=True) for i, s in enumerate(own)]
     return Scores(tuple(rows)), notes
@@ -109,6 +112,8 @@ def choose(options: Sequence[Sequence[tuple[float, Cost]]], fixed: Cost, budget:
     limits = [(i, limit) for i, limit in enumerate(vars(budget).values()) if limit is not None]
     states: list[tuple[tuple[float, ...], list[int]]] = [((0.0, *(fixed[i] for i, _ in limits)), [])]
     for own in options:
+        if all(math.isinf(loss) for loss, _ in own):  # it never learned: no reason to prefer one
+            own = [(0.0, cost) for _, cost in own]
         grown = sorted(
             (tuple(a + b for a, b in zip(sums, (loss, *(cost[i] for i, _ in limits)), strict=True)), [*picks, option])
             for sums, picks in states

@@ -10,7 +10,6 @@ from ..program import build
 from ..ranks import Group
 from ..recipe import Budget
 from .choice import Scores, contest
-from .history import Scored
 from .loop import write_back
 from .task import Task
 from .train import Trained, train
@@ -37,11 +36,13 @@ def settle(task: Task, trained: Trained, budget: Budget) -> tuple[Task, Scores, 
     return replace(task, split=whole, start={}, replan=None), found, notes
 
 
-def judged(task: Task, trained: Trained, group: Group) -> list[Scored]:
-    """What the student of `task` is worth as it is, and with batch norms recalibrated if that is asked for; by the plan
-    that `trained` ended with."""
+def judge_again(task: Task, trained: Trained, group: Group) -> None:
+    """Note what the student of `task` is worth as it is, in place of what it was before, and with batch norms
+    recalibrated if that is asked for; by the plan that `trained` ended with."""
     if task.validation is None and not task.recalibrate:
-        return []
+        return
     program = build(trained.program.plan, task.split, own_rows=trained.program.own_rows)
     history = train(replace(task, trains=False, callbacks=()), program, group).history
-    return [replace(s, epoch=len(trained.history.epoch_ends), step=trained.history.steps) for s in history.scores]
+    scores, steps, epochs = trained.history.scores, trained.history.steps, len(trained.history.epoch_ends)
+    before = [s for s in scores if s.what == "teacher" or s.step < steps]
+    trained.history.scores = before + [replace(s, epoch=epochs, step=steps) for s in history.scores]

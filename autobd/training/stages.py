@@ -18,7 +18,7 @@ from .fingerprint import check, fingerprint
 from .finish import finishing
 from .history import History
 from .saving import Restored
-from .settle import judged, settle
+from .settle import judge_again, settle
 from .task import Task
 from .train import Trained, train
 
@@ -74,7 +74,7 @@ class Stages:
             if several:
                 task, scores, more = settle(task, trained, self.budget)
                 task, notes = replace(task, recalibrate=self.recalibrate), (*notes, *more)
-                trained.history.scores += judged(task, trained, group)
+                judge_again(task, trained, group)
         if last is not None:
             if several:
                 last = self._finishing(task, group)

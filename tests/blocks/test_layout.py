@@ -72,3 +72,18 @@ def test_behind_an_activation_function_values_stay_on_one_side_until_channels_ar
     model(torch.randn(2, 3, 8, 8))
     flow = Dataflow(autobd.capture(model, torch.randn(2, 3, 8, 8)), "output", trained=True)
     assert flow.layouts.lowest[flow.order[len(layers)]].name == lowest
+
+
+def test_a_functional_batch_norm_is_like_the_layer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            norm = self.norm
+            x = functional.batch_norm(functional.relu(self.conv(x)), norm.running_mean, norm.running_var)
+            return self.head(x.mean((2, 3)))
+
+    flow = Dataflow(autobd.capture(Net(), torch.randn(2, 3, 8, 8)), "output", trained=True)
+    assert flow.layouts.lowest[next(n for n in flow.order if n.name == "batch_norm")].name == "BOUNDED"

@@ -143,14 +143,12 @@ def test_training_end_to_end_goes_on_too(tmp_path, dies):
 )  # fmt: skip
 def test_whatever_the_recipe_is(tmp_path, recipe):
     expected = distilled(recipe=recipe)
-    for dies in (6, 11):
-        checkpoint = Checkpoint(tmp_path / str(dies), 1)
-        distilled(recipe=recipe, checkpoint=checkpoint, callbacks=[Dies(dies)], devices=2)
-        step = saved(checkpoint.path)[-1].step
-        assert step % STEPS % (recipe.accumulate if isinstance(recipe.accumulate, int) else 1) == 0
-        found = distilled(recipe=recipe, checkpoint=checkpoint, resume="auto")
-        assert_equal_state(found[0], expected[0])
-        assert found[1].history.losses == expected[1].history.losses
+    checkpoint = Checkpoint(tmp_path, 1)
+    distilled(recipe=recipe, checkpoint=checkpoint, callbacks=[Dies(11)], devices=2)
+    assert saved(checkpoint.path)[-1].step % STEPS % recipe.accumulate == 0
+    found = distilled(recipe=recipe, checkpoint=checkpoint, resume="auto")
+    assert_equal_state(found[0], expected[0])
+    assert found[1].history.losses == expected[1].history.losses
 
 
 @pytest.mark.timeout(120)
@@ -353,12 +351,11 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path, whole):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_process_that_is_killed_at_any_time_loses_nothing_but_the_last_steps(tmp_path, whole, devices):
-    generator = random.Random(devices)
+def test_a_process_that_is_killed_at_any_time_loses_nothing_but_the_last_steps(tmp_path, whole):
+    generator = random.Random(2)
     done, kills = False, 0
     while not done:
-        process = started(tmp_path, devices, every=1, sleep=0.02)
+        process = started(tmp_path, 1 + kills % 2, every=1, sleep=0.02)
         if kills < 3:
             for _ in range(generator.randint(1, 5)):
                 process.stdout.readline()

@@ -15,7 +15,7 @@ from torch import nn
 import autobd
 from autobd import Budget, Recipe
 from autobd.errors import InputError
-from autobd.training.choice import choose
+from autobd.training.choice import choose, contest
 
 NAMES = ("stem", "body", "tail", "head")
 CUTS = [(n, n) for n in NAMES[:-1]]
@@ -152,6 +152,7 @@ def test_the_student_that_comes_out_is_judged_recalibrated_and_finished():
     final = {s.what: s for s in result.history.scores}
     assert {"teacher", "assembled", "recalibrated", "finished"} <= set(final)
     assert final["recalibrated"].step == 2 * STEPS
+    assert [s.step for s in result.history.of("assembled")] == [STEPS, 2 * STEPS]
     model = copy.deepcopy(student).eval()
     correct = sum(int((model(x).argmax(1) == y).sum()) for x, y in data) / (ROWS * STEPS)
     assert final["finished"].values["accuracy"] == pytest.approx(correct)
@@ -277,12 +278,33 @@ def test_where_nothing_is_fast_enough_the_fastest_is_taken_and_a_note_says_so():
     result = distilled({"body": [pointwise(5)]}, budget=Budget(seconds=1e-12))
     fastest = min(result.candidates.rows, key=lambda s: s.seconds)
     assert fastest.chosen
-    assert any("no choice of candidates keeps within Budget(seconds=1e-12)" in n for n in result.notes)
+    assert any("no choice of candidates keeps within Budget(seconds=1e-12) too" in n for n in result.notes)
+
+
+def test_the_fastest_is_one_that_keeps_within_the_rest_of_the_budget():
+    split = autobd.split(Net(0), Net(1), batches()[0][0], cuts=CUTS, candidates={"body": [pointwise(5), separable(6)]})
+    seconds = {(b, None): 1.0 for b in range(4)} | {(1, 4): 5.0, (1, 5): 3.0}
+    small = autobd.Budget(parameters=700, seconds=3.5)  # the student's own is fast enough and too large
+    found, notes = contest(split, [0.1, 0.1, 0.1, 0.1, 0.2, 0.3], seconds, small)
+    assert found.chosen == [(1, 2)]
+    assert "takes 6 s for one row" in notes[0]
+
+
+def test_a_block_that_never_learned_does_not_hide_what_others_have():
+    inf, nothing = float("inf"), (0.0, 0.0, 0.0)
+    assert choose([[(inf, nothing)] * 2, [(0.9, nothing), (0.1, nothing)]], nothing, Budget()) == [0, 1]
+
+
+def test_running_statistics_of_a_candidate_are_told_of_where_its_rows_are_split():
+    given = {"body": [nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH))]}
+    result = distilled(given, Net(1, pointwise(3)), devices=2, strategy="ir")
+    assert any("in blocks 1: batch norms there use their own rows" in note for note in result.notes)
 
 
 # -------------------------------------------------------------------- what cannot be
 
-SHARED = pointwise(3)
+SHARED, TWICE = pointwise(3), Net(1)
+TWICE.body[1] = nn.BatchNorm2d(WIDTH, affine=False)  # has buffers only
 HEADLESS = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
@@ -295,6 +317,7 @@ HEADLESS = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         ({"candidates": {"body": pointwise(1)}}, "are no list"),
         ({"candidates": {"body": [3]}}, "is no module"),
         ({"candidates": {"body": [SHARED, SHARED]}}, "shares weights"),
+        ({"candidates": {"body": [TWICE.body[1]]}, "student": TWICE}, "shares weights or buffers"),
         ({"candidates": {"body": [nn.Conv2d(WIDTH, WIDTH + 1, 1)]}}, "does not fit there"),
         ({"candidates": {"body": [nn.Conv2d(WIDTH, WIDTH, 3)]}}, "a tensor behind it is another"),
         ({"candidates": {"head": [HEADLESS]}}, "a tensor behind it is another"),
@@ -308,10 +331,11 @@ HEADLESS = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_trained(options, text):
-    student = Net(1)
+    options = {"cuts": CUTS, "devices": 1, "progress": False, **options}
+    student = options.pop("student", Net(1))
     before = fingerprint(student)
     with pytest.raises(InputError, match=text):
-        autobd.distill(Net(0), student, batches(), **{"cuts": CUTS, "devices": 1, "progress": False, **options})
+        autobd.distill(Net(0), student, batches(), **options)
     assert_same(before, fingerprint(student))
 
 
