@@ -101,7 +101,7 @@ def test_it_goes_on_on_any_number_of_ranks_and_ends_the_same(tmp_path, whole, fi
     assert distilled(devices=first, checkpoint=checkpoint, callbacks=[Dies(dies)])[1] is None
     found = saved(tmp_path / "run")
     assert found
-    assert 0 < found[-1].step <= dies
+    assert 0 < found[-1].step < STEPS * EPOCHS
     assert_same_run(distilled(devices=then, checkpoint=checkpoint, resume="auto"), whole)
     assert len(saved(tmp_path / "run")) <= 3
     assert not list((tmp_path / "run").glob(".*"))
