@@ -25,6 +25,7 @@ from .errors import InputError
 from .graph.randomness import same_randomness
 from .graph.state import unwrapped
 from .interrupts import interrupts_kept
+from .parts.candidates import name_of
 from .planner import Plan, planned
 from .program import build
 from .ranks import Group
@@ -136,7 +137,8 @@ def distill(
             any. On any number of ranks; a damaged one, or one of another training, is refused.
         candidates: other modules for places in the student, `{module path: [module, ...]}`. All are trained on the
             same boundaries, each with what else is in its block; the student gets those with which the sum of its
-            blocks' relative losses is least. `result.candidates` has what each is worth.
+            blocks' relative losses (against the teacher, whatever else the recipe trains for) is least, when all are
+            trained. `result.candidates` has what each is worth. Channel maps next to such a place are matched ones.
         budget: what the student may cost with them: a `Budget`.
         callbacks: objects with some of the methods of `Callback`, called in this process.
         init: "teacher" starts the student from the teacher's weights where shapes allow.
@@ -208,7 +210,8 @@ def distill(
             bare = replace(to_pair, wanted=False)
             recorded = first if example is None else tuple(a.on(home) for a in bare(example))
             found = as_asked(recorded)
-            recipe.frozen(name for name, _ in student.named_parameters())
+            models = student, *(c.split.student.model for c in found.candidates)
+            recipe.frozen({name: None for model in models for name, _ in model.named_parameters()})
             of_block = [recipe.for_block(block, len(found), found.logits) for block in range(len(found))]
             for tie in found.ties:
                 if tie.together:
@@ -229,6 +232,9 @@ def distill(
             if init == "teacher":
                 count = len(tensors_of(student))
                 notes.append(f'init="teacher" set {len(start)} of the student\'s {count} parameters and buffers')
+            for i, candidate in enumerate(found.candidates if init == "teacher" else ()):
+                own = weights_from_teacher(candidate.split)
+                start |= {name_of(found, i, k): v for k, v in own.items() if k.startswith(f"{candidate.path}.")}
             moves = Moves(found, costs, chosen.strategy if isinstance(strategy, Plan) else strategy)
             # Modules kept whole may have state of their own, which stays where it is.
             may_move = replan and group.size > 1 and isinstance(strategy, str)

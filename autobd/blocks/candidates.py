@@ -65,8 +65,10 @@ def with_candidates(split: Split, given: Mapping[str, Sequence[nn.Module]]) -> S
     """
     flow = flows_of(split.teacher, split.student, split.outputs)[1]
     found: list[Candidate] = []
+    models = split.student.model, split.teacher.model
+    known = {id(t) for model in models for t in (*model.parameters(), *model.buffers())}
     for path, modules in given.items():
-        _check_modules(split.student.model, path, modules)
+        known |= _check_modules(known, path, modules)
         block = place(flow, split.alignment.pairs, path)
         _check_block(split, path, block)
         others = [c.path for c in found if c.block == block]
@@ -159,13 +161,21 @@ def replaced(split: Split, path: str, module: nn.Module, number: int) -> Split:
 
 def assembled(split: Split, chosen: Collection[tuple[int, int]]) -> Split:
     """`split` without candidates, after its student has been given the `chosen` ones: block and number of each."""
-    student, found = split.student.model, replace(split, candidates=())
-    own = [c for c in split.candidates if (c.block, c.number) in chosen]
-    for c in own:
-        found = replaced(found, c.path, c.module, c.number)
-    for c in own:
-        student.set_submodule(c.path, c.module)
-    return replace(found, student=replace(found.student, model=student))
+    found = replace(split, candidates=())
+    for c in split.candidates:
+        if (c.block, c.number) in chosen:
+            found = replaced(found, c.path, c.module, c.number)
+    install(split, chosen)
+    return replace(found, student=replace(found.student, model=split.student.model))
+
+
+def install(split: Split, chosen: Collection[tuple[int, int]]) -> None:
+    """Put the chosen candidates into the student, in the mode of what they replace."""
+    student = split.student.model
+    for c in split.candidates:
+        if (c.block, c.number) in chosen:
+            c.module.train(student.get_submodule(c.path).training)
+            student.set_submodule(c.path, c.module)
 
 
 def with_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
@@ -178,23 +188,25 @@ def with_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return changed
 
 
-def _check_modules(student: nn.Module, path: str, modules: Any) -> None:
+def _check_modules(known: Collection[int], path: str, modules: Any) -> set[int]:
+    """Returns: identities of their tensors, which are to be in none of the `known` ones."""
     if isinstance(modules, (str, nn.Module)) or not isinstance(modules, Sequence) or not modules:
         raise InputError(
             f"The candidates for '{path}' are no list.", given=type(modules).__name__, expected="[module, ...]"
         )
-    known = {id(t) for t in (*student.parameters(), *student.buffers())}
+    found: set[int] = set()
     for number, module in enumerate(modules, 1):
         if not isinstance(module, nn.Module):
             raise InputError(f"Candidate {number} for '{path}' is no module.", given=type(module).__name__)
         own = {id(t) for t in (*module.parameters(), *module.buffers())}
-        if not known.isdisjoint(own):
+        if not own.isdisjoint({*known, *found}):
             raise InputError(
-                f"Candidate {number} for '{path}' shares weights or buffers with the student or another candidate.",
+                f"Candidate {number} for '{path}' shares weights or buffers with a model or another candidate.",
                 given=type(module).__name__,
                 do="pass a copy (copy.deepcopy)",
             )
-        known |= own
+        found |= own
+    return found
 
 
 def _check_block(split: Split, path: str, block: int) -> None:

@@ -98,7 +98,7 @@ class Work(Exchange):
         with torch.no_grad():
             targets = self._targets(student, target)
         share = a.ranks.index(self.number) * a.microbatches + part
-        seed = student_seed(self.seed, self.header.step, trained, share=share)
+        seed = student_seed(self.seed, self.header.step, block, share=share)
         draw = keyed(seed, self.device, student.part.draws_python) if student.part.draws else nullcontext()
         with torch.enable_grad(), draw:
             given = [] if inputs is None or inputs.student is None else [inputs.student[i] for i in student.part.inputs]

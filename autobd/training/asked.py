@@ -59,7 +59,11 @@ def check_candidates(candidates: Any, budget: Any, recipe: Recipe, hybrid: bool)
             raise InputError("There is a budget, and nothing to choose.", given="budget= without candidates=")
         return
     if not isinstance(candidates, Mapping) or not candidates:
-        raise InputError("candidates= is no mapping.", given=repr(candidates), expected="{module path: [module, ...]}")
+        raise InputError(
+            "candidates= is no mapping with places in it.",
+            given=repr(candidates),
+            expected="{module path: [module, ...]}",
+        )
     if hybrid:
         raise InputError(
             "A student with adapters cannot have candidates.",

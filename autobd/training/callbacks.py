@@ -44,7 +44,7 @@ class Callback:
         """After the end of an epoch, when the student has been written and judged."""
 
     def on_end(self, run: Run) -> None:
-        """After the last epoch."""
+        """After the last epoch of the stage; candidates are chosen after it."""
 
 
 def call(callbacks: Sequence[Any], hook: str, run: Run) -> None:

@@ -161,5 +161,7 @@ def _fixed(split: Split, seconds: Seconds) -> Cost:
     """What the blocks without candidates cost."""
     others = [b for b in range(len(split)) if b not in {c.block for c in split.candidates}]
     own = [split.pairs[b].student for b in others]
+    sizes = {name: p.numel() for name, p in split.student.model.named_parameters()}
+    parameters = float(sum(sizes[n] for n in {n for block in own for n in block.parameters}))  # tied ones count once
     flops = sum(block.flops for block in own) / split.student.example.rows
-    return float(sum(b.parameter_count for b in own)), flops, sum(seconds.get((b, None), float("nan")) for b in others)
+    return parameters, flops, sum(seconds.get((b, None), float("nan")) for b in others)

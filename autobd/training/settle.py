@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blocks.candidates import assembled
+from ..blocks import BlockPair, Split
+from ..blocks.candidates import assembled, install
 from ..parts.candidates import name_of
 from ..program import build
 from ..ranks import Group
@@ -22,17 +23,27 @@ def settle(task: Task, trained: Trained, budget: Budget) -> tuple[Task, Scores, 
     Returns: the task with the student as it now is, what all candidates are worth, and what the user should know.
     """
     split, (found, notes) = task.split, contest(task.split, trained.losses, trained.seconds, budget)
+    values, chosen = {**task.start, **trained.values}, found.chosen
     weights = []
     for i, c in enumerate(split.candidates):
         model, place = c.split.student.model, f"{c.path}."
         keys = [key for key, _ in (*model.named_parameters(), *model.named_buffers())]
-        own = {key: trained.values[name_of(split, i, key)] for key in keys if name_of(split, i, key) in trained.values}
+        own = {key: values[name_of(split, i, key)] for key in keys if name_of(split, i, key) in values}
         write_back({k.removeprefix(place): v for k, v in own.items() if k.startswith(place)}, c.module)
-        weights.append(own)
-    whole = assembled(split, found.chosen)
-    for c, own in zip(split.candidates, weights, strict=True):
-        if (c.block, c.number) in found.chosen:
-            write_back(own, whole.student.model)
+        weights.append((c, own))
+
+    def write() -> None:
+        for c, own in weights:
+            if (c.block, c.number) in chosen:
+                write_back(own, split.student.model)
+
+    try:
+        whole = assembled(split, chosen)
+        write()
+    except KeyboardInterrupt:  # the student changes as a whole
+        install(split, chosen)
+        write()
+        raise
     return replace(task, split=whole, start={}, replan=None), found, notes
 
 
@@ -41,8 +52,19 @@ def judge_again(task: Task, trained: Trained, group: Group) -> None:
     recalibrated if that is asked for; by the plan that `trained` ended with."""
     if task.validation is None and not task.recalibrate:
         return
-    program = build(trained.program.plan, task.split, own_rows=trained.program.own_rows)
-    history = train(replace(task, trains=False, callbacks=()), program, group).history
+    folded = _folded(task.split)
+    program = build(trained.program.plan, folded, own_rows=trained.program.own_rows)
+    history = train(replace(task, split=folded, trains=False, callbacks=()), program, group).history
     scores, steps, epochs = trained.history.scores, trained.history.steps, len(trained.history.epoch_ends)
     before = [s for s in scores if s.what == "teacher" or s.step < steps]
     trained.history.scores = before + [replace(s, epoch=epochs, step=steps) for s in history.scores]
+
+
+def _folded(split: Split) -> Split:
+    """Without trained channel maps, which are in the student's weights by now."""
+
+    def fixed(pair: BlockPair) -> BlockPair:
+        kinds = ("matched" if a.kind == "trainable" else a.kind for a in pair.adapters)
+        return replace(pair, adapters=tuple(replace(a, kind=k) for a, k in zip(pair.adapters, kinds, strict=True)))
+
+    return replace(split, pairs=tuple(map(fixed, split.pairs)))

@@ -54,7 +54,7 @@ class Stages:
             before = restored.run["before"]["fingerprint"] if later else restored.run["fingerprint"]
             check(restored.saved, before, task.fingerprint)
         last = self._finishing(task, group)
-        notes = () if last is None else tuple(filter(None, [statistics_note(last[0].split, last[1].plan)]))
+        notes: tuple[str, ...] = ()
         scores: Scores | None = None
         if restored is not None and later:
             if last is None:
@@ -73,12 +73,13 @@ class Stages:
             trained = train(own, self.program, group, progress, self.checkpoint, restored)
             if several:
                 task, scores, more = settle(task, trained, self.budget)
-                task, notes = replace(task, recalibrate=self.recalibrate), (*notes, *more)
+                task, notes = replace(task, recalibrate=self.recalibrate), more
                 judge_again(task, trained, group)
         if last is not None:
             if several:
                 last = self._finishing(task, group)
                 assert last is not None
+            notes = (*notes, *filter(None, [statistics_note(last[0].split, last[1].plan)]))
             kept = {
                 "fingerprint": task.fingerprint,
                 "history": trained.history.to_json(),

@@ -15,7 +15,7 @@ from torch import nn
 import autobd
 from autobd import Budget, Recipe
 from autobd.errors import InputError
-from autobd.training.choice import choose, contest
+from autobd.training.choice import check_budget, choose, contest
 
 NAMES = ("stem", "body", "tail", "head")
 CUTS = [(n, n) for n in NAMES[:-1]]
@@ -82,8 +82,8 @@ def alone(path, module):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_every_candidate_is_trained_as_if_it_were_the_only_one(devices):
-    """Without dropout in it: its randomness is keyed by the candidate."""
-    given = {"body": [separable(5), pointwise(6)], "stem": [copy.deepcopy(Net(7).stem)]}
+    dropped = nn.Sequential(pointwise(6), nn.Dropout(0.3))
+    given = {"body": [separable(5), dropped], "stem": [copy.deepcopy(Net(7).stem)]}
     expected = {path: [alone(path, m) for m in modules] for path, modules in given.items()}
     own, own_losses = alone("body", Net(1).body)
     student = Net(1)
@@ -281,6 +281,67 @@ def test_where_nothing_is_fast_enough_the_fastest_is_taken_and_a_note_says_so():
     assert any("no choice of candidates keeps within Budget(seconds=1e-12) too" in n for n in result.notes)
 
 
+def test_judging_leaves_folded_channel_maps_alone():
+    """The student is the wider one, so that a map and back is not what it was."""
+
+    def net(width, seed):
+        torch.manual_seed(seed)
+        sizes = [(3, width), (width, width), (width, width), (width, width)]
+        layers = [nn.Conv2d(i, o, 3, padding=1) for i, o in sizes]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(width * 16, 5))
+
+    def trained(**options):
+        student = net(WIDTH, 1)
+        result = autobd.distill(
+            net(4, 0), student, [(torch.ones(4, 3, 4, 4) * i, torch.zeros(4).long()) for i in range(3)], devices=1,
+            cuts=[(str(i), str(i)) for i in range(4)], candidates={"0": [nn.Conv2d(3, WIDTH, 3, padding=1)]},
+            progress=False, recipe=Recipe(logits=True), **options,
+        )  # fmt: skip
+        assert [pair.adapters[0].kind for pair in result.split.pairs].count("trainable") == 2
+        return student
+
+    torch.manual_seed(2)
+    plain = trained()
+    torch.manual_seed(2)
+    assert_equal_state(plain, trained(validate=[(torch.ones(2, 3, 4, 4), torch.zeros(2).long())]))
+
+
+def test_tied_weights_count_once():
+    class Tied(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.embed, self.middle = nn.Embedding(40, 8), nn.Linear(8, 8)
+            self.head = nn.Linear(8, 40, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.middle(self.embed(x)))
+
+    split = autobd.split(
+        Tied(0), Tied(1), torch.arange(6).view(2, 3), cuts=[("embed", "embed"), ("middle", "middle")],
+        candidates={"middle": [nn.Linear(8, 8, bias=False)]},
+    )  # fmt: skip
+    check_budget(split, Budget(parameters=40 * 8 + 8 * 8))
+    with pytest.raises(InputError, match="at least 384 parameters"):
+        check_budget(split, Budget(parameters=40 * 8 + 8 * 8 - 1))
+
+
+def test_a_chosen_module_is_in_the_mode_of_what_it_replaces():
+    student, other = Net(1).eval(), pointwise(5)
+    result = distilled({"body": [other.train()]}, student, budget=Budget(parameters=700))
+    assert result.candidates.chosen == [(1, 1)]
+    assert not any(m.training for m in student.modules())
+
+
+def test_candidates_may_start_from_the_teacher_too():
+    inside = [copy.deepcopy(Net(1).body)]  # is no better than the student's own, if both begin alike
+    student = Net(1)
+    result = distilled({"body": inside}, student, init="teacher")
+    own, other = result.candidates.rows
+    assert other.loss == own.loss
+
+
 def test_the_fastest_is_one_that_keeps_within_the_rest_of_the_budget():
     split = autobd.split(Net(0), Net(1), batches()[0][0], cuts=CUTS, candidates={"body": [pointwise(5), separable(6)]})
     seconds = {(b, None): 1.0 for b in range(4)} | {(1, 4): 5.0, (1, 5): 3.0}
@@ -303,7 +364,7 @@ def test_running_statistics_of_a_candidate_are_told_of_where_its_rows_are_split(
 
 # -------------------------------------------------------------------- what cannot be
 
-SHARED, TWICE = pointwise(3), Net(1)
+SHARED, TWICE, TEACHER = pointwise(3), Net(1), Net(0)
 TWICE.body[1] = nn.BatchNorm2d(WIDTH, affine=False)  # has buffers only
 HEADLESS = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
@@ -317,6 +378,8 @@ HEADLESS = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         ({"candidates": {"body": pointwise(1)}}, "are no list"),
         ({"candidates": {"body": [3]}}, "is no module"),
         ({"candidates": {"body": [SHARED, SHARED]}}, "shares weights"),
+        ({"candidates": {"body": [TEACHER.body]}, "teacher": TEACHER}, "shares weights or buffers"),
+        ({"candidates": {"body": [SHARED], "tail": [SHARED]}}, "shares weights or buffers"),
         ({"candidates": {"body": [TWICE.body[1]]}, "student": TWICE}, "shares weights or buffers"),
         ({"candidates": {"body": [nn.Conv2d(WIDTH, WIDTH + 1, 1)]}}, "does not fit there"),
         ({"candidates": {"body": [nn.Conv2d(WIDTH, WIDTH, 3)]}}, "a tensor behind it is another"),
@@ -335,7 +398,7 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(options, text):
     student = options.pop("student", Net(1))
     before = fingerprint(student)
     with pytest.raises(InputError, match=text):
-        autobd.distill(Net(0), student, batches(), **options)
+        autobd.distill(options.pop("teacher", Net(0)), student, batches(), **options)
     assert_same(before, fingerprint(student))
 
 
