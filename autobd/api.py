@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -83,8 +84,8 @@ def distill(
     resample: bool = False,
     hybrid: bool = False,
     callbacks: Sequence[Any] = (),
-    checkpoint: Checkpoint | str | None = None,
-    resume: str | None = None,
+    checkpoint: Checkpoint | str | PathLike[str] | None = None,
+    resume: str | PathLike[str] | None = None,
     candidates: Mapping[str, Sequence[nn.Module]] | None = None,
     budget: Budget | None = None,
     ties: Policy = "auto",
@@ -164,6 +165,7 @@ def distill(
     if epochs is not None:
         recipe = replace(recipe, epochs=epochs)
     check_candidates(candidates, budget, recipe, hybrid)
+    budget = budget or Budget()
     checkpoint = asked_checkpoint(checkpoint)
     to_pair = ToPair.of(teacher, student, inputs, targets, example, recipe.target_loss is not None)
     home = next(student.parameters()).device
@@ -219,7 +221,7 @@ def distill(
             verification = found.verify()
             for candidate in found.candidates:
                 candidate.split.verify()
-            check_budget(found, budget or Budget())
+            check_budget(found, budget)
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
             costs, chosen = planned(profile, found, group, first[0].rows, recipe, strategy, progress)
@@ -254,9 +256,7 @@ def distill(
                 validation,
                 callbacks=tuple(callbacks),
             )
-            wanted = budget or Budget()
-            stages = Stages(task, program, recalibration, how, batch, wanted, checkpoint, saved)
-            ended = stages.run(group, progress)
+            ended = Stages(task, program, recalibration, how, batch, budget, checkpoint, saved).run(group, progress)
             trained = ended.trained
             if ended.task.split is not found:
                 found, verification = ended.task.split, ended.task.split.verify()

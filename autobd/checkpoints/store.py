@@ -61,7 +61,9 @@ class Saved:
 
     def _damaged(self, name: str, what: str) -> CheckpointError:
         others = [s.path.name for s in saved(self.path.parent) if s.step < self.step]
-        do = f'resume="{self.path.parent / others[-1]}"' if others else "delete it, and begin anew"
+        do = "delete it" + (
+            f', or pass resume="{self.path.parent / others[-1]}" and another directory for new ones' if others else ""
+        )
         return CheckpointError(f"The checkpoint {self.path} is damaged.", given=f"{name}: {what}", do=do)
 
 

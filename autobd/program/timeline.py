@@ -87,6 +87,8 @@ class Trace:
         return {key: median(steps.values()) for key, steps in spent.items()}
 
     def __str__(self) -> str:
+        if not self.finished:
+            return "no whole step"
         ops = list(dict.fromkeys(i.op for own in self.program.ranks for i in own))
         spent: dict[tuple[int, Any], dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for event in self.events:

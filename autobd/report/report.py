@@ -94,13 +94,15 @@ class Report:
 
     def _lead(self) -> list[str]:
         own, profile = self.strategies[0], self.profile
+        run = self.run if self.run is not None and self.run.finished else None  # a training that was done took no step
+        took = [] if run is None else [f"It took {quantity(run.seconds_per_step, 's')}."]
         gap = f", {own.step / self.plan.bound - 1:.1%} above a bound for any plan" if self.plan.bound else ""
         return [
             f"{len(self.split)} blocks on {len(profile.devices)} devices ({', '.join(k.name for k in profile.kinds)}), "
             f"batch {profile.batch_size}, {profile.source} costs.",
             f"Predicted: {quantity(own.step, 's')} a step ({own.throughput:.4g} rows/s){gap}; "
             f"simulated: {quantity(self.timeline.seconds_per_step, 's')}.",
-            *([] if self.run is None else [f"It took {quantity(self.run.seconds_per_step, 's')}."]),
+            *took,
         ]
 
     def _drawn(self) -> dict[str, Trace]:

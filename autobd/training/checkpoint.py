@@ -101,20 +101,11 @@ def asked_checkpoint(given: Any) -> Checkpoint | None:
 
 def asked_resume(given: Any, checkpoint: Checkpoint | None) -> Saved | None:
     """What to go on from. Errors: InputError, CheckpointError for one that is not there, or damaged."""
-    if given is None or given is False:
-        if checkpoint is not None and saved(checkpoint.path):
-            raise InputError(
-                "The directory has checkpoints of an earlier training.",
-                given=checkpoint.directory,
-                expected="an empty directory, or one that is not there",
-                do='pass resume="auto" to go on with it, or another directory',
-            )
-        return None
+    chosen = None
     if given == "auto":
         if checkpoint is None:
             raise InputError('resume="auto" looks where checkpoints are written.', do="pass checkpoint= too")
-        found = saved(checkpoint.path)
-        chosen = found[-1] if found else None
+        chosen = next(reversed(saved(checkpoint.path)), None)
     elif isinstance(given, (str, PathLike)):
         path = Path(given).absolute()
         inside = saved(path)
@@ -124,8 +115,31 @@ def asked_resume(given: Any, checkpoint: Checkpoint | None) -> Saved | None:
                 "There is no checkpoint.", given=str(given), expected="a folder step-... or a directory of these"
             )
         chosen = (beside or inside)[-1]
-    else:
+    elif given is not None:
         raise InputError("resume= is no place.", given=repr(given), expected='"auto", a directory or None')
     if chosen is not None:
         chosen.check()
+    if checkpoint is not None:
+        _check_place(checkpoint, chosen)
     return chosen
+
+
+def _check_place(checkpoint: Checkpoint, chosen: Saved | None) -> None:
+    """Errors: InputError for a directory with checkpoints that the training, which goes on from `chosen`, has not come
+    by."""
+    found = saved(checkpoint.path)
+    if chosen is None or chosen.path.parent != checkpoint.path:
+        if found:
+            raise InputError(
+                "The directory has checkpoints of an earlier training.",
+                given=checkpoint.directory,
+                expected="an empty directory, or one that is not there",
+                do='pass resume="auto" to go on with it, or another directory',
+            )
+    elif found[-1].step > chosen.step:
+        raise InputError(
+            "The directory has later checkpoints than the one to go on from.",
+            given=f"{found[-1].path}, resume={str(chosen.path)!r}",
+            expected="none that the training has not come by",
+            do="delete the later ones, or pass another directory",
+        )

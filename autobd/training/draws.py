@@ -20,8 +20,10 @@ def states(data: Any) -> dict[str, Any]:
         "own": [generator_state(g) for g in _own(data)],
     }
     if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = (name, keys.tolist(), *rest)
+        state = sys.modules["numpy"].random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":  # not one that the user has put in its place
+            own = state["state"]
+            found["numpy"] = ("MT19937", own["key"].tolist(), own["pos"], state["has_gauss"], state["gauss"])
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state_all()
     return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
 from ..ranks import STEP, Header, Peers
 from ..ranks.pickling import dumps
 from ..ranks.waiting import Waiter
@@ -71,23 +72,28 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Where it is: see `go_on`."""
-        data = self.batches.data
-        return {"epoch": self.epoch, "done": self.done, "in epoch": self._in_epoch} | {
-            "began": self.batches.drawn, "now": states(data)
-        }  # fmt: skip
+        began, now = self.batches.drawn, states(self.batches.data)
+        return {"epoch": self.epoch, "done": self.done, "in epoch": self._in_epoch, "began": began, "now": now}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """From where `state` was taken, of the same data: what has been read of the epoch is read again."""
         self.epoch, self.done, self._in_epoch = state["epoch"], state["done"], state["in epoch"]
-        self.batches.forget()
+        if not self.batches.one_shot:
+            self.batches.forget()
         if self._in_epoch:
             put_back(state["began"], self.batches.data)
             if isinstance(self.batches, OwnRows):
                 self._order = self.batches.order()
             else:
                 self._left = self.batches.epoch(self.epoch)
-                for _ in range(self._in_epoch):
-                    next(self._left)
+                for passed in range(self._in_epoch):
+                    if next(self._left, _END) is _END:
+                        raise CheckpointError(
+                            "The checkpoint was made further on in the data than this data goes.",
+                            given=f"{passed} batches",
+                            expected=f"at least {self._in_epoch}",
+                            do="pass the data as it was then",
+                        )
         put_back(state["now"], self.batches.data)
 
     def end_epoch(self) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 from ..blocks import Split
 from ..checkpoints import Saved
@@ -46,8 +47,11 @@ def _model(captured: Captured) -> str:
     """The class, and a digest of the operations and of the names and shapes of all tensors."""
     model = captured.model
     tensors = [(n, tuple(t.shape), str(t.dtype)) for n, t in (*model.named_parameters(), *model.named_buffers())]
-    operations = [
-        (n.op, n.name, n.target if isinstance(n.target, str) else n.target.__name__) for n in captured.graph.nodes
-    ]
+    operations = [(n.op, n.name, _name(n.target)) for n in captured.graph.nodes]
     digest = hashlib.sha256(repr((tensors, operations)).encode()).hexdigest()[:12]
     return f"{type(model).__name__} with {sum(t.numel() for t in model.parameters())} parameters ({digest})"
+
+
+def _name(target: Any) -> str:
+    """Of what a node calls, without the place in memory that its text may have."""
+    return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)

@@ -29,7 +29,8 @@ class Kept:
     """The part of a `Loop` that is about checkpoints.
 
     Attributes:
-        writer: of checkpoints; None: there are none. `asked`: a signal that has ended the training, saved where it was.
+        writer: of checkpoints; None: there are none.
+        asked: whether a signal has ended the training, saved where it was.
     """
 
     task: Task
@@ -46,7 +47,7 @@ class Kept:
 
     def __init__(self, task: Task, writer: Writer | None, signals: Signals | None) -> None:
         self.writer, self._signals = writer, signals or Signals()
-        self.asked: Any = None
+        self.asked = False
         self._blocks: BlockWriter | None = None
         self._writes: set[int] = set()  # ranks
         own = [task.recipe.for_block(b, len(task.split), task.split.logits).accumulate for b in range(len(task.split))]
@@ -99,8 +100,7 @@ class Kept:
             }  # fmt: skip
 
         self.writer.note(run, step)
-        if self._signals.asked and not ended:
-            self.asked = self._signals.asked
+        self.asked = self._signals.asked is not None and not ended
 
     def _look(self, collector: Collector, wait: bool = False) -> None:
         """Bring checkpoints on their way."""

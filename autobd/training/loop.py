@@ -67,6 +67,9 @@ class Loop(Kept):
         except Exception:
             self._look(collector, wait=True)  # a checkpoint that is all written
             raise
+        finally:
+            if self._blocks is not None:
+                self._blocks.close()
 
     def _run_program(self, rank: Rank, job: Job, peers: Peers, collector: Collector) -> dict[int, BlockState]:
         task, feed, recipe = self.task, self.feed, self.task.recipe
@@ -110,7 +113,7 @@ class Loop(Kept):
                 ask(rank, "done")
             else:
                 self._end_epoch(rank, job, collector, judge)
-            over = self.asked is not None or self.moves_to is not None
+            over = self.asked or self.moves_to is not None
             over = over or (self.ended and (feed.done > 0 or not task.trains))
         self.trace = collector.trace()
         rank.links.pass_on(STOP, feed.done)

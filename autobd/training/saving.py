@@ -7,14 +7,14 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..checkpoints import Draft, Saved, prune
+from ..checkpoints import Draft, Saved, clear, prune
 from ..errors import CheckpointError
 from ..parts import BlockState
 from ..runtime import Rank
@@ -35,7 +35,7 @@ class BlockWriter:
     def save(self, step: int) -> None:
         """As blocks are now, after `step` steps."""
         found = {
-            _name(block): {**asdict(state), "weights": weights}
+            _name(block): {**vars(state), "weights": weights}
             for block, (weights, state) in self._rank.whole_states().items()
         }
         own = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), found)
@@ -73,7 +73,8 @@ class Writer:
         self._run: tuple[Callable[[], dict[str, Any]], int] | None = None
         self._commit: Future[Saved] | None = None
         self._failed = ""
-        self.last: Saved | None = None
+        self.last: Saved | None = None  # the one that was begun last, when it counts
+        clear(checkpoint.path)
 
     @property
     def busy(self) -> bool:
@@ -83,7 +84,7 @@ class Writer:
     def begin(self, step: int, ranks: set[int]) -> None:
         """Make a place for what all of these ranks will write."""
         self._draft, self._step = _draft(self.place, step), step
-        self._waits, self._failed, self._run = set(ranks), "", None
+        self._waits, self._failed, self._run, self.last = set(ranks), "", None, None
         self.due.done()
         try:
             self._draft.begin()

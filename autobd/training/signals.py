@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ class Signals:
         if number == signal.SIGINT:
             if self.asked is not None:
                 raise KeyboardInterrupt
-            print("\nautobd: saving a checkpoint; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+            os.write(2, b"\nautobd: saving a checkpoint; Ctrl-C again stops at once\n")  # print may be under way
         self.asked = self.asked or signal.Signals(number)
 
 
@@ -43,8 +44,10 @@ def in_order() -> Iterator[None]:
     try:
         yield
     except Interrupted as error:
-        where = "nothing could be saved" if error.saved is None else f"saved in {error.saved.path}"
-        print(f'autobd: {error.number.name}: {where}; resume="auto" goes on from there', file=sys.stderr, flush=True)
+        text = "the last steps could not be saved"
+        if error.saved is not None:
+            text = f'saved in {error.saved.path}; resume="auto" goes on from there'
+        print(f"autobd: {error.number.name}: {text}", file=sys.stderr, flush=True)
         if error.number == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(0 if error.saved is not None else 1) from None

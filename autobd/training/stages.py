@@ -46,7 +46,7 @@ class Stages:
     def run(self, group: Group, progress: bool) -> Done:
         """Errors: as `train`; CheckpointError for a checkpoint of another training. What cannot be is refused before
         anything is trained."""
-        task = replace(self.task, fingerprint=_fingerprint(self.task))
+        task = self._described(self.task)
         several = bool(task.split.candidates)
         restored = None if self.saved is None else Restored.of(self.saved)
         later = restored is not None and restored.run["stage"] == "finished"
@@ -55,6 +55,8 @@ class Stages:
             check(restored.saved, before, task.fingerprint)
         last = self._finishing(task, group)
         notes: tuple[str, ...] = ()
+        if restored is not None:
+            notes = (f"went on from {restored.saved.path}, after {restored.saved.step} steps",)
         scores: Scores | None = None
         if restored is not None and later:
             if last is None:
@@ -73,26 +75,32 @@ class Stages:
             trained = train(own, self.program, group, progress, self.checkpoint, restored)
             if several:
                 task, scores, more = settle(task, trained, self.budget)
-                task, notes = replace(task, recalibrate=self.recalibrate), more
+                task, notes = replace(task, recalibrate=self.recalibrate), (*notes, *more)
                 judge_again(task, trained, group)
         if last is not None:
             if several:
                 last = self._finishing(task, group)
                 assert last is not None
-            notes = (*notes, *filter(None, [statistics_note(last[0].split, last[1].plan)]))
+            split_batch = statistics_note(last[0].split, last[1].plan)
+            notes = notes if split_batch is None else (*notes, f"end to end: {split_batch}")
             kept = {
                 "fingerprint": task.fingerprint,
                 "history": trained.history.to_json(),
                 "candidates": [asdict(s) for s in scores.rows] if scores is not None else [],
             }
-            mine = _fingerprint(last[0])
-            whole = replace(last[0], fingerprint=mine, before=kept, steps_before=trained.history.steps)
+            whole = replace(self._described(last[0]), before=kept, steps_before=trained.history.steps)
             if later and restored is not None:
                 check(restored.saved, restored.run["fingerprint"], whole.fingerprint)
             then = restored if later else None
             trained.history.finish = train(whole, last[1], group, progress, self.checkpoint, then).history
             trained.history.scores += trained.history.finish.scores
         return Done(task, trained, scores, (*notes, *trained.notes))
+
+    def _described(self, task: Task) -> Task:
+        """With what checkpoints are compared by, where there are any."""
+        if self.checkpoint is None and self.saved is None:
+            return task
+        return replace(task, fingerprint=fingerprint(task.split, task.recipe, task.seed, task.batches.length))
 
     def _finishing(self, task: Task, group: Group) -> tuple[Task, Program] | None:
         return None if self.finish is None else finishing(task, self.finish, self.batch, group.cluster)
@@ -107,10 +115,6 @@ class Done:
     trained: Trained
     scores: Scores | None
     notes: tuple[str, ...]
-
-
-def _fingerprint(task: Task) -> dict[str, str]:
-    return fingerprint(task.split, task.recipe, task.seed, task.batches.length)
 
 
 def _before(restored: Restored, program: Program) -> Trained:

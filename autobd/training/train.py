@@ -115,8 +115,8 @@ def train(
                 states |= of_rank
             parts = _parts(task, loop.moves_to.plan, {**task.start, **loop.values})
             loop.go_over(loop.moves_to)
-        if loop.asked is not None:
-            raise Interrupted(loop.asked, writer.last if writer is not None else None)
+        if heard.asked is not None and writer is not None:
+            raise Interrupted(heard.asked, writer.last)
     assert loop.trace is not None
     stopping = loop.stopping
     return Trained(

@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from plain import assert_equal_state
@@ -198,6 +200,30 @@ def test_candidates_go_on_too(tmp_path):
         assert found[0][1] is found[2]
 
 
+def once_only():
+    return iter([(x, torch.zeros(len(x)).long()) for x in Shaken().images.split(4)])
+
+
+@pytest.mark.timeout(120)
+def test_data_that_is_read_once_goes_on_too(tmp_path):
+    recipe = Recipe(logits=True, epochs=1, optimizer=torch.optim.SGD, lr=1e-2)
+    expected = distilled(recipe=recipe, data=once_only())
+    checkpoint = Checkpoint(tmp_path, 2)
+    assert distilled(recipe=recipe, data=once_only(), checkpoint=checkpoint, callbacks=[Dies(7)])[1] is None
+    with pytest.raises(CheckpointError, match="further on in the data than this data goes"):
+        distilled(recipe=recipe, data=islice(once_only(), 2), checkpoint=checkpoint, resume="auto")
+    assert_same_run(distilled(recipe=recipe, data=once_only(), checkpoint=checkpoint, resume="auto"), expected)
+
+
+def test_another_generator_of_numpys_is_no_hindrance():
+    before = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(numpy.random.PCG64(3))
+        assert distilled()[1] is not None
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
 # -------------------------------------------------------------------- what is refused
 
 OTHERS = [
@@ -260,8 +286,6 @@ def test_a_time_is_a_number_of_epochs_steps_or_minutes(every):
 
 
 def test_a_damaged_one_is_refused_and_the_one_before_can_be_taken(begun, tmp_path):
-    import shutil
-
     shutil.copytree(begun, tmp_path / "run")
     newest, before = saved(tmp_path / "run")[-1], saved(tmp_path / "run")[-2]
     file = newest.path / "block-2.safetensors"
@@ -269,6 +293,8 @@ def test_a_damaged_one_is_refused_and_the_one_before_can_be_taken(begun, tmp_pat
     recipe = Recipe(logits=True, epochs=EPOCHS)
     with pytest.raises(CheckpointError, match=r"block-2\.safetensors: other contents"):
         distilled(recipe=recipe, checkpoint=tmp_path / "run", resume="auto")
+    with pytest.raises(InputError, match="has later checkpoints than the one to go on from"):
+        distilled(recipe=recipe, checkpoint=tmp_path / "run", resume=str(before.path))
     found = distilled(recipe=recipe, resume=str(before.path))
     assert_same_run(found, distilled(recipe=recipe))
 
@@ -316,12 +342,29 @@ def test_a_signal_saves_within_the_step_and_ends_in_order(tmp_path, whole, numbe
     output, errors = process.communicate(timeout=60)
     assert "done" not in output
     assert f"{number}: saved in {tmp_path}" in errors
-    assert process.returncode == (0 if number != "SIGINT" else process.returncode), errors
-    if number == "SIGINT":
-        assert process.returncode != 0
+    assert (process.returncode == 0) == (number != "SIGINT"), errors
     step = saved(tmp_path)[-1].step
     assert 3 <= step <= 9
     assert_same_run(distilled(checkpoint=tmp_path, resume="auto"), whole)
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_at_the_end_of_a_stage_is_not_lost(tmp_path):
+    class Asks(autobd.Callback):
+        def on_epoch(self, run):
+            if run.epoch == EPOCHS:
+                signal.raise_signal(signal.SIGTERM)
+
+    expected = distilled(finish=1)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        distilled(finish=1, checkpoint=tmp_path, callbacks=[Asks()])
+    assert ended.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert saved(tmp_path)[-1].step == STEPS * EPOCHS
+    found = distilled(finish=1, checkpoint=tmp_path, resume="auto")
+    assert_same_run(found, expected)
+    assert any(note.startswith(f"went on from {tmp_path}") for note in found[1].notes)
 
 
 @pytest.mark.timeout(120)
