@@ -54,6 +54,7 @@ from .training import (
     in_order,
     random_batches,
     signals,
+    with_block_input,
 )
 
 
@@ -225,9 +226,8 @@ def distill(
             check_like(first, found)
             found = found.fit(first[0], verification.teacher_writes)
             costs, chosen = planned(profile, found, group, first[0].rows, recipe, strategy, progress)
-            notes += filter(None, [statistics_note(found, chosen)])
-            if recipe.block_input != "teacher":
-                build(chosen, found, own_input=True)  # so that it does not fail on the way
+            recipe, taught = with_block_input(recipe, found, chosen, batches)
+            notes += filter(None, [statistics_note(found, chosen), taught])
             program = build(chosen, found, recipe.own_input(0.0) > 0, own_rows, to_pair.wanted)
             logits = recipe.logits if recipe.logits is not None else found.logits
             start = weights_from_teacher(found) if init == "teacher" else {}

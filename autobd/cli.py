@@ -93,9 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--steps", type=int)
     train.add_argument("--lr", type=float, default=1e-3)
     train.add_argument(
-        "--block-input", choices=["teacher", "student", "teacher-then-student"], default="teacher",
-        help="whose boundary a student block is given",
-    )  # fmt: skip
+        "--block-input",
+        choices=["teacher", "student", "teacher-then-student"],
+        help="whose boundary a student block is given; default: where possible the last of these",
+    )
     train.add_argument("--precision", choices=["bf16", "fp16"], help="run blocks under autocast")
     train.add_argument("--validate", metavar="SPEC", help="like --data: data, or a Validation, to judge it by")
     train.add_argument("--recalibrate", action="store_true", help="give batch norms the student's own statistics")

@@ -116,7 +116,7 @@ def distilled_like_plain_loop(teacher, student, stages, batches, cuts, **options
     """`distill` on these cuts gives what `plain_loop` gives, bit for bit, and spoils neither model."""
     expected, keys, before = copy.deepcopy(student), list(student.state_dict()), fingerprint(teacher)
     losses = plain_loop(teacher, expected, stages, batches)
-    options = {"recipe": autobd.Recipe(logits=False), "progress": False, **options}
+    options = {"recipe": autobd.Recipe(block_input="teacher", logits=False), "progress": False, **options}
     result = autobd.distill(teacher, student, batches, cuts=cuts, **options)
     assert len(result.split) == len(stages)
     assert result.verification.exact, str(result.verification)

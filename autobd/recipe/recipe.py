@@ -67,7 +67,9 @@ class Recipe:
         block_input: what a student block is given: "teacher" (the teacher's boundary, as in the papers), "student" (the
             student's own, detached: it sees and corrects the errors of the blocks before), "teacher-then-student" (the
             one for the first half of the training, then the other), or a callable from progress to how much of it is
-            the student's own, 0 to 1.
+            the student's own, 0 to 1. None: "teacher-then-student", which gave the best students (docs/results.md);
+            "teacher" where that cannot be: data without a length and no `steps`, candidates, and plans that cannot hand
+            the student's boundary over.
 
     Errors: InputError for a field that is not of this kind.
     """
@@ -93,10 +95,11 @@ class Recipe:
     steps: int | None = None
     logits: bool | None = None
     temperature: float = 4.0
-    block_input: BlockInput = "teacher"
+    block_input: BlockInput | None = None
 
     def __post_init__(self) -> None:
-        if self.block_input not in ("teacher", "student", "teacher-then-student") and not callable(self.block_input):
+        known = (None, "teacher", "student", "teacher-then-student")
+        if self.block_input not in known and not callable(self.block_input):
             raise InputError(
                 "Recipe.block_input names no boundary.",
                 given=repr(self.block_input),
@@ -145,11 +148,11 @@ class Recipe:
     def follows_progress(self) -> bool:
         """Whether something changes with the progress of the training."""
         rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
-        return any(map(callable, rates)) or self.block_input not in ("teacher", "student")
+        return any(map(callable, rates)) or self.block_input not in (None, "teacher", "student")
 
     def own_input(self, progress: float) -> float:
-        """How much of a block's input is the student's own at `progress` (0 to 1) through the training. Errors:
-        InputError if a callable gives something else than that."""
+        """How much of a block's input is the student's own at `progress` (0 to 1) through the training; none while that
+        is not decided. Errors: InputError if a callable gives something else than that."""
         if callable(self.block_input):
             share = self.block_input(progress)
             if not _is_number(share) or share > 1:
@@ -159,7 +162,8 @@ class Recipe:
                     expected="a number from 0 (the teacher's boundary) to 1 (the student's own)",
                 )
             return float(share)
-        return float(self.block_input == "student" or (self.block_input != "teacher" and progress >= 0.5))
+        halfway = self.block_input == "teacher-then-student" and progress >= 0.5
+        return float(self.block_input == "student" or halfway)
 
     def frozen(self, names: Iterable[str]) -> list[str]:
         """Those of a student's parameters that are not trained. Errors: InputError for a pattern that fits none."""

@@ -1,6 +1,6 @@
 """Epochs: data, the training loop, history."""
 
-from .asked import asked_finish, asked_recalibration, check_candidates
+from .asked import asked_finish, asked_recalibration, check_candidates, with_block_input
 from .callbacks import Callback, Run
 from .checkpoint import Checkpoint, asked_checkpoint, asked_resume
 from .choice import Score, Scores, check_budget
@@ -45,5 +45,6 @@ __all__ = [
     "in_order",
     "random_batches",
     "signals",
+    "with_block_input",
     "write_back",
 ]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..errors import InputError
+from ..blocks import Split
+from ..errors import InputError, PlanError
+from ..planner import Plan
+from ..program import build
 from ..recipe import Budget, Finish, Recipe
 from .data import Batches
 
@@ -50,6 +54,31 @@ def _check_again(what: str, batches: Batches) -> None:
         )
 
 
+def with_block_input(recipe: Recipe, split: Split, plan: Plan, batches: Batches) -> tuple[Recipe, str | None]:
+    """The recipe with what blocks are given decided, and why it is the teacher's boundary throughout where that was not
+    asked for. Errors: PlanError for a plan that cannot hand over what was asked for."""
+    if recipe.block_input is not None:
+        if recipe.block_input != "teacher":
+            build(plan, split, own_input=True)  # so that it does not fail on the way
+        return recipe, None
+    without = replace(recipe, block_input="teacher")
+    if len(split) == 1:
+        return without, None
+    why = None
+    if split.candidates:
+        why = "candidates are compared on it"
+    elif recipe.steps is None and not batches.length:
+        why = "the length of the training is not known"
+    else:
+        try:
+            build(plan, split, own_input=True)
+        except PlanError:
+            why = "this plan cannot hand the student's own over"
+    if why is None:
+        return replace(recipe, block_input="teacher-then-student"), None
+    return without, f"blocks are given the teacher's boundary throughout: {why}"
+
+
 def check_candidates(candidates: Any, budget: Any, recipe: Recipe, hybrid: bool) -> None:
     """Errors: InputError for candidates or a budget that are none, or together with what they cannot have."""
     if budget is not None and not isinstance(budget, Budget):
@@ -70,7 +99,7 @@ def check_candidates(candidates: Any, budget: Any, recipe: Recipe, hybrid: bool)
             given="candidates= and hybrid=True",
             do="leave one of them out",
         )
-    if recipe.block_input != "teacher":
+    if recipe.block_input not in (None, "teacher"):
         raise InputError(
             "Candidates are compared on the teacher's boundary: the student's own depends on which are chosen.",
             given=f"candidates= and block_input={recipe.block_input!r}",

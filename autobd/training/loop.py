@@ -145,7 +145,10 @@ class Loop(Kept):
     @property
     def _progress(self) -> float:
         """0 to 1 through the training; 0 where its length is not known, and nothing depends on it."""
-        return self.feed.done / self.bars.total if self.bars.total else 0.0
+        return self._progress_at(self.feed.done)
+
+    def _progress_at(self, step: int) -> float:
+        return step / self.bars.total if self.bars.total else 0.0
 
     @property
     def _goes_over(self) -> bool:
@@ -166,7 +169,9 @@ class Loop(Kept):
     def _end_epoch(self, rank: Rank, job: Job, collector: Collector, judge: Judge | None) -> None:
         self.history.epoch_ends.append(self.feed.done)
         self.feed.end_epoch()
-        self.stopping.end_epoch(self.history, self.values)
+        first, last = [0, *self.history.epoch_ends][-2], self.feed.done - 1
+        own = [self.task.recipe.own_input(self._progress_at(step)) for step in (first, last)]
+        self.stopping.end_epoch(self.history, self.values, (own[0], own[1]))
         if len(self.stopping.stopped) == len(self.stopping.names):
             self._run.stop = True
         ended = self.ended

@@ -35,11 +35,21 @@ class Stopping:
         self.losses = [math.inf] * len(numbers)
         self._best: list[dict[str, Tensor]] = [{} for _ in numbers]
         self._waited = [0] * len(numbers)  # epochs since it was better
+        self._own_input = (0.0, 0.0)
         self.stopped: frozenset[int] = frozenset()
         self.notes: list[str] = []
 
-    def end_epoch(self, history: History, values: Mapping[str, Tensor]) -> None:
-        """Take the epoch in that has just ended, with the weights (and channel maps) at its end."""
+    def end_epoch(self, history: History, values: Mapping[str, Tensor], own_input: tuple[float, float]) -> None:
+        """Take the epoch in that has just ended, with the weights (and channel maps) at its end.
+
+        `own_input` is how much of a block's input was the student's own in the epoch's first step and in its last. Only
+        epochs that have it in common are compared: a block does better on the teacher's boundary than on its own.
+        """
+        if own_input != self._own_input:
+            going = [b for b in range(len(self.names)) if b not in self.stopped]
+            for b in going:
+                self._least[b], self._best[b], self._waited[b] = math.inf, {}, 0
+            self._own_input = own_input
         ends = [0, *history.epoch_ends]
         steps = history.relative[ends[-2] : ends[-1]]
         found = set(self.stopped)
@@ -70,12 +80,14 @@ class Stopping:
     def state(self) -> dict[str, Any]:
         """To go on from: see `go_on`."""
         own = {"least": self._least, "losses": self.losses, "best": self._best, "waited": self._waited}
-        return {**own, "stopped": sorted(self.stopped), "notes": self.notes}
+        return {**own, "stopped": sorted(self.stopped), "notes": self.notes, "own_input": self._own_input}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """From what `state` gave."""
         self._least, self.losses, self._waited = state["least"], state["losses"], state["waited"]
         self._best, self.stopped, self.notes = state["best"], frozenset(state["stopped"]), state["notes"]
+        first, last = state["own_input"]
+        self._own_input = first, last
 
     def best(self) -> dict[str, Tensor]:
         """The weights of each block at the end of its best epoch; empty unless they are kept."""

@@ -382,7 +382,13 @@ def test_matched_training_equals_a_plain_loop_on_the_projected_teacher():
     teacher, student = linear([8, 8, 3], 0), linear([4, 12, 3], 1)
     mine = copy.deepcopy(student)
     result = autobd.distill(
-        teacher, student, BATCHES, cuts=CUTS, recipe=autobd.Recipe(lr=1e-2), adapters="matched", progress=False
+        teacher,
+        student,
+        BATCHES,
+        cuts=CUTS,
+        recipe=autobd.Recipe(block_input="teacher", lr=1e-2),
+        adapters="matched",
+        progress=False,
     )
     maps = [p.adapters[0].initial_map.double() for p in result.split.pairs[:2]]
     assert [m.shape for m in maps] == [(4, 8), (12, 8)]
@@ -405,7 +411,13 @@ def test_trainable_training_equals_a_plain_loop_and_is_folded_exactly():
     teacher, student = linear([8, 8, 3], 0), linear([4, 5, 3], 1)
     mine = copy.deepcopy(student)
     result = autobd.distill(
-        teacher, student, BATCHES, cuts=CUTS, adapters="trainable", recipe=autobd.Recipe(lr=1e-2), progress=False
+        teacher,
+        student,
+        BATCHES,
+        cuts=CUTS,
+        adapters="trainable",
+        recipe=autobd.Recipe(block_input="teacher", lr=1e-2),
+        progress=False,
     )
     assert result.hybrid is None
     start = [p.adapters[0].initial_map.double() for p in result.split.pairs[:2]]

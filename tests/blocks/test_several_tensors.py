@@ -112,7 +112,12 @@ def test_a_unet_equals_a_plain_loop_in_which_each_level_is_learned_once():
     mine = copy.deepcopy(student)
     names = ["down1", "down2", "bottom", "up2"]
     result = autobd.distill(
-        teacher, student, [x, x + 1], cuts=[(n, n) for n in names], recipe=autobd.Recipe(lr=1e-2), progress=False
+        teacher,
+        student,
+        [x, x + 1],
+        cuts=[(n, n) for n in names],
+        recipe=autobd.Recipe(block_input="teacher", lr=1e-2),
+        progress=False,
     )
     assert [len(p.student.returns) for p in result.split.pairs] == [1, 2, 3, 2, 1]
     assert [p.student.distilled for p in result.split.pairs] == [(0,), (1,), (2,), (1,), (0,)]

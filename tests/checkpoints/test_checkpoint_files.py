@@ -172,7 +172,7 @@ for step in range(10**6):
 
 
 @pytest.mark.timeout(120)
-def test_whenever_the_writer_is_killed_what_is_there_is_whole(tmp_path):
+def test_67_whenever_the_writer_is_killed_what_is_there_is_whole(tmp_path):
     for kill in range(6):
         directory = tmp_path / str(kill)
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE, text=True)

@@ -2,12 +2,9 @@
 
 import copy
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -16,40 +13,13 @@ import numpy
 import pytest
 import torch
 from plain import assert_equal_state
+from small_training import CUTS, EPOCHS, STEPS, Shaken, assert_same_run, distilled, net, started
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 import autobd
 from autobd import Checkpoint, Finish, Recipe
 from autobd.checkpoints import saved
 from autobd.errors import CallbackError, CheckpointError, InputError
-
-CUTS = [("0", "0"), ("1", "1"), ("2", "2")]
-STEPS, EPOCHS = 5, 3
-
-
-def net(width, seed):
-    torch.manual_seed(seed)
-
-    def stage(channels):
-        layers = [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1)]
-        return nn.Sequential(*layers, nn.Conv2d(width, 4, 1))
-
-    return nn.Sequential(stage(3), stage(4), stage(4), nn.Sequential(nn.Flatten(), nn.Linear(4 * 36, 5)))
-
-
-class Shaken(Dataset):
-    """Images that are never the same twice: both Python's and torch's generators are drawn from."""
-
-    def __init__(self):
-        self.images = torch.randn(38, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        image = self.images[i] + 0.1 * torch.randn(3, 6, 6)
-        return image.flip(-1) if random.random() < 0.5 else image, i % 5
 
 
 class Dies(autobd.Callback):
@@ -60,31 +30,6 @@ class Dies(autobd.Callback):
         time.sleep(0.03)  # for what is written meanwhile
         if run.stage == self.stage and run.step == self.step:
             raise RuntimeError("the power is gone")
-
-
-RECIPE = Recipe(logits=True, epochs=EPOCHS, lr=autobd.Schedule(3e-3, warmup=0.2), ema={1: 0.9}, clip=1.0)
-
-
-def distilled(student=None, recipe=RECIPE, **options):
-    """The student that comes out, and the result; None for it where the training died."""
-    student = student or net(6, 1)
-    random.seed(4)
-    loader = DataLoader(Shaken(), 8, shuffle=True, generator=torch.Generator().manual_seed(2))
-    defaults = {"devices": 1, "strategy": "tr+dpu", "profile": "analytic", "threads": 1, "progress": False}
-    options = {"cuts": CUTS, "data": loader, **defaults, **options}
-    try:
-        return student, autobd.distill(net(12, 0), student, options.pop("data"), recipe=recipe, **options)
-    except CallbackError:
-        return student, None
-
-
-def assert_same_run(a, b):
-    assert_equal_state(a[0], b[0])
-    assert a[1].history.losses == b[1].history.losses
-    assert a[1].history.epoch_ends == b[1].history.epoch_ends
-    assert a[1].history.scores == b[1].history.scores
-    if a[1].history.finish is not None:
-        assert a[1].history.finish.losses == b[1].history.finish.losses
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +83,7 @@ def test_training_end_to_end_goes_on_too(tmp_path, dies):
     "recipe",
     [
         Recipe(logits=True, epochs=EPOCHS, accumulate=2),
-        Recipe(logits=True, epochs=EPOCHS, block_input="teacher-then-student"),
+        Recipe(logits=True, epochs=EPOCHS, block_input="teacher"),
         Recipe(logits=True, epochs=EPOCHS, keep_best=True, patience=1, lr=0.3),
         Recipe(logits=True, epochs=EPOCHS, optimizer=torch.optim.RMSprop, precision="bf16"),
     ],
@@ -301,33 +246,6 @@ def test_a_damaged_one_is_refused_and_the_one_before_can_be_taken(begun, tmp_pat
 
 # -------------------------------------------------------------------- signals and disks
 
-SCRIPT = """
-import sys, time
-sys.path.insert(0, {tests!r})
-import autobd
-from test_resume import Checkpoint, distilled, RECIPE
-from dataclasses import replace
-
-class Slow(autobd.Callback):
-    def on_step(self, run):
-        print(run.step, flush=True)
-        time.sleep({sleep})
-
-{before}
-checkpoint = Checkpoint({directory!r}, {every!r})
-student, result = distilled(devices={devices}, checkpoint=checkpoint, callbacks=[Slow()], resume="auto")
-print("done", flush=True)
-"""
-
-
-def started(directory, devices=1, every="1 epoch", sleep=0.2, before=""):
-    given = {"devices": devices, "directory": str(directory), "every": every, "sleep": sleep, "before": before}
-    script = SCRIPT.format(tests=str(Path(__file__).parent), **given)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("number", "devices"), [("SIGTERM", 2), ("SIGUSR1", 1), ("SIGINT", 2)])
@@ -391,19 +309,3 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path, whole):
     assert output.endswith("done\n")
     assert "could not be written, training goes on" in errors
     assert list((tmp_path / "run").iterdir()) == []
-
-
-@pytest.mark.timeout(200)
-def test_a_process_that_is_killed_at_any_time_loses_nothing_but_the_last_steps(tmp_path, whole):
-    generator = random.Random(2)
-    done, kills = False, 0
-    while not done:
-        process = started(tmp_path, 1 + kills % 2, every=1, sleep=0.02)
-        if kills < 3:
-            for _ in range(generator.randint(1, 5)):
-                process.stdout.readline()
-            time.sleep(generator.random() * 0.05)
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        done = "done" in process.communicate(timeout=60)[0]
-    assert_same_run(distilled(checkpoint=tmp_path, resume="auto"), whole)

@@ -56,7 +56,7 @@ SCRIPT = textwrap.dedent(
     expected = copy.deepcopy(student)
     plain_loop(teacher, expected, chained(*"012"), list(loader) * 2)
     loss = lambda s, t: (s - t).square().flatten(1).mean(1) / t.square().mean()
-    recipe = autobd.Recipe(logits=False)
+    recipe = autobd.Recipe(block_input="teacher", logits=False)
     autobd.distill(teacher, student, loader, cuts=[("0", "0"), ("1", "1")], devices=DEVICES, strategy="tr+dpu",
                    threads=1, epochs=2, recipe=recipe, progress=False)
     assert_equal_state(student, expected)
@@ -147,7 +147,7 @@ def equal_to_plain_loop(teacher, student, seed=3):
     plain_loop(teacher, expected, chained(*"012"), batches)
     result = autobd.distill(
         teacher, student, batches, cuts=[("0", "0"), ("1", "1")], devices=2, strategy="tr+dpu", threads=1,
-        recipe=autobd.Recipe(logits=False), progress=False,
+        recipe=autobd.Recipe(block_input="teacher", logits=False), progress=False,
     )  # fmt: skip
     assert_equal_state(student, expected)
     return result

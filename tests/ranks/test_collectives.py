@@ -41,7 +41,7 @@ def calls(monkeypatch):
 def run(group, plan, steps, epochs=2):
     cuts = [("0", "0"), ("1", "1")]
     batches = [torch.randn(4, 6) for _ in range(steps)]
-    recipe = autobd.Recipe(logits=False, epochs=epochs)
+    recipe = autobd.Recipe(block_input="teacher", logits=False, epochs=epochs)
     return autobd.distill(
         mlp(16), mlp(4, seed=1), batches, cuts=cuts, devices=group, strategy=plan, recipe=recipe, profile="analytic",
         progress=False,

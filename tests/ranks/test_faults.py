@@ -89,7 +89,7 @@ def fails(data, devices=2, expected=RankError, student=None, **options):
 
 
 def with_loss(block, trouble, at):
-    return autobd.Recipe(logits=False, loss={block: Loss(trouble, at)})
+    return autobd.Recipe(block_input="teacher", logits=False, loss={block: Loss(trouble, at)})
 
 
 def throw(error):
@@ -136,7 +136,8 @@ def test_a_killed_rank_is_named_and_the_student_is_as_at_the_last_epoch(number, 
     with pytest.raises(RankError) as caught:
         autobd.distill(
             teacher, student, loader, cuts=CUTS, devices=size, strategy=strategy, threads=1, epochs=3, progress=False,
-            recipe=autobd.Recipe(logits=False), profile="analytic",  # a measured one may leave ranks idle
+            recipe=autobd.Recipe(block_input="teacher", logits=False),
+            profile="analytic",  # a measured one may leave ranks idle
         )  # fmt: skip
     assert time.monotonic() - killed[0] < IN_TIME
     assert f"Rank {victim} " in str(caught.value)
@@ -198,7 +199,9 @@ def test_a_rank_that_leaves_without_a_word_is_named():
 @pytest.mark.timeout(60)
 def test_a_custom_loss_that_is_not_finite_names_rank_block_and_step():
     loss = {2: lambda s, t: (s - t).square().flatten(1).mean(1) * float("inf")}
-    error = fails(batches(), expected=NonFiniteError, recipe=autobd.Recipe(logits=False, loss=loss))
+    error = fails(
+        batches(), expected=NonFiniteError, recipe=autobd.Recipe(block_input="teacher", logits=False, loss=loss)
+    )
     assert re.search(r"Rank 1, block 2 \(.*\), step 0", str(error))
 
 
@@ -277,7 +280,7 @@ def test_a_group_that_has_failed_says_so_and_a_good_one_runs_again():
         for _ in range(2):
             teacher, student = models()
             autobd.distill(teacher, student, batches(), cuts=CUTS, devices=group, strategy="tr+dpu", progress=False,
-                           recipe=autobd.Recipe(logits=False))  # fmt: skip
+                           recipe=autobd.Recipe(block_input="teacher", logits=False))  # fmt: skip
             assert_equal_state(student, states(1)[1])
         teacher, student = models()
         recipe = with_loss(2, lambda: throw(ValueError("on purpose")), 1)

@@ -1,5 +1,7 @@
 """Under `torchrun`, on one node or two, every process gets the student that one process trains."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -48,9 +50,19 @@ torch.save(found, sys.argv[1] + str(rank))
 """
 
 
-def launched(script, out, *options):
+def launched(script, out, *options, **environment):
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(out)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, **environment}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def meeting_place():
+    """Options of agents that meet at a free port of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    endpoint = "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "nodes", "--local-addr", "127.0.0.1"
+    return "--nproc-per-node", "1", "--rdzv-backend", "c10d", *endpoint
 
 
 def check(process):
@@ -109,16 +121,8 @@ def test_every_process_hears_what_ended_the_run(tmp_path):
 def test_two_nodes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "nodes")
-    agents = [
-        launched(
-            script, tmp_path / "out", "--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1", *meeting
-        )
-        for _ in range(2)
-    ]
+    meeting = meeting_place()
+    agents = [launched(script, tmp_path / "out", "--nnodes", "2", *meeting) for _ in range(2)]
     for agent in agents:
         check(agent)
     assert_like_one_process(tmp_path, script, 2)
@@ -135,6 +139,8 @@ runs = Path(out + "-runs")
 def die():
     while not list(runs.glob("step-*")):
         time.sleep(0.01)
+    if "DIES" in os.environ:  # the whole node
+        os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 class Slow(autobd.Callback):
@@ -147,7 +153,7 @@ def net(width, seed):
 
 torch.manual_seed(7)
 data = torch.randn(40, 6)
-if "RANK" in os.environ and attempt == 0 and rank == 1:
+if os.environ.get("DIES") or ("RANK" in os.environ and "DIES" not in os.environ and attempt == 0 and rank == 1):
     threading.Thread(target=die, daemon=True).start()
 student = net(4, 1)
 result = autobd.distill(net(16, 0), student, data, batch_size=4, epochs=4, threads=1, timeout=60, progress=False,
@@ -171,3 +177,22 @@ def test_a_worker_that_is_killed_restarts_the_group_and_training_goes_on(tmp_pat
         assert found.pop("losses") == expected["losses"]
         for key, value in found.items():
             assert torch.equal(value, expected[key]), (rank, key)
+
+
+@pytest.mark.timeout(300)
+def test_when_a_node_dies_training_goes_on_with_those_that_are_left(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    meeting = "--nnodes", "1:2", "--max-restarts", "2", *meeting_place()
+    waits = "last_call_timeout=3,keep_alive_interval=1"
+    stays = launched(script, tmp_path / "out", *meeting, "--rdzv-conf", f"is_host=1,{waits}", DIES="")
+    dies = launched(script, tmp_path / "out", *meeting, "--rdzv-conf", f"is_host=0,{waits}", DIES="yes")
+    check(stays)
+    assert dies.wait(10) == -signal.SIGKILL
+    subprocess.run([sys.executable, str(script), str(tmp_path / "alone")], check=True, timeout=100)
+    expected, found = torch.load(tmp_path / "alone0"), torch.load(tmp_path / "out0")
+    assert not (tmp_path / "out1").exists()
+    assert found.pop("losses") == expected["losses"]
+    assert found.pop("attempt") == 1
+    for key, value in found.items():
+        assert torch.equal(value, expected[key]), key

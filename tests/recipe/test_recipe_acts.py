@@ -102,7 +102,7 @@ def equal_on_two_ranks(recipe, exact=True):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_accumulated_batches_make_one_step_and_what_is_left_its_own(count):
-    recipe = Recipe(logits=False, accumulate=count, epochs=2)
+    recipe = Recipe(block_input="teacher", logits=False, accumulate=count, epochs=2)
     assert_equal_state(distilled(recipe).student, Plain(epochs=2, accumulate=count).train())
     if count == 3:
         equal_on_two_ranks(recipe)
@@ -111,17 +111,20 @@ def test_accumulated_batches_make_one_step_and_what_is_left_its_own(count):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("precision", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_precision_acts_and_weights_stay_whole(precision, half):
-    recipe = Recipe(logits=False, precision=precision, lr=1e-2)
+    recipe = Recipe(block_input="teacher", logits=False, precision=precision, lr=1e-2)
     result = distilled(recipe)
     assert_equal_state(result.student, Plain(half=half, scaled=precision == "fp16", lr=1e-2).train())
     assert {p.dtype for p in result.student.parameters()} == {torch.float32}
-    assert result.history.losses != distilled(Recipe(logits=False, lr=1e-2)).history.losses
+    assert result.history.losses != distilled(Recipe(block_input="teacher", logits=False, lr=1e-2)).history.losses
     assert_equal_state(distilled(recipe, devices=2, strategy="tr+dpu").student, result.student)
 
 
 @pytest.mark.timeout(120)
 def test_half_precision_for_one_block_leaves_the_others_alone():
-    result, whole = distilled(Recipe(logits=False, precision={1: "bf16"})), distilled(Recipe(logits=False))
+    result, whole = (
+        distilled(Recipe(block_input="teacher", logits=False, precision={1: "bf16"})),
+        distilled(Recipe(block_input="teacher", logits=False)),
+    )
     mine, theirs = result.history.losses[0], whole.history.losses[0]
     assert mine[0] == theirs[0]
     assert mine[1] != theirs[1]
@@ -130,13 +133,15 @@ def test_half_precision_for_one_block_leaves_the_others_alone():
 def test_a_scale_of_gradients_that_is_too_large_is_made_less():
     huge = torch.optim.SGD
     loss = {0: lambda s, t: (s - t).square().flatten(1).mean(1) * 1e36}
-    result = distilled(Recipe(logits=False, precision={0: "fp16"}, optimizer=huge, lr=0.0, loss=loss))
+    result = distilled(
+        Recipe(block_input="teacher", logits=False, precision={0: "fp16"}, optimizer=huge, lr=0.0, loss=loss)
+    )
     assert result.history.steps == STEPS  # the first gradients are infinite
 
 
 @pytest.mark.timeout(120)
 def test_the_student_gets_the_moving_average():
-    recipe = Recipe(logits=False, ema=0.8, epochs=3, lr=1e-2)
+    recipe = Recipe(block_input="teacher", logits=False, ema=0.8, epochs=3, lr=1e-2)
     expected = Plain(epochs=3, ema=0.8, lr=1e-2).train()
     result = distilled(recipe)
     for name, value in expected.state_dict().items():
@@ -163,14 +168,14 @@ def scaled(name, parameter):
 @pytest.mark.parametrize("lr", [1e-2, lambda block, progress: 1e-2])
 def test_weights_decay_and_groups_have_rates_of_their_own(lr):
     expected = Decayed(lr=1e-2).train()
-    mine = distilled(Recipe(logits=False, lr=lr, weight_decay=0.5, groups=scaled)).student
+    mine = distilled(Recipe(block_input="teacher", logits=False, lr=lr, weight_decay=0.5, groups=scaled)).student
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.timeout(120)
 def test_recomputed_activations_change_nothing():
-    recipe = Recipe(logits=False, recompute=True, epochs=2)
+    recipe = Recipe(block_input="teacher", logits=False, recompute=True, epochs=2)
     assert_equal_state(distilled(recipe).student, Plain(epochs=2).train())
 
 
@@ -178,7 +183,7 @@ def test_recomputed_activations_change_nothing():
 def test_compiled_blocks_learn_the_same():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        mine = distilled(Recipe(logits=False, compile={1: True})).student
+        mine = distilled(Recipe(block_input="teacher", logits=False, compile={1: True})).student
     for name, value in Plain().train().state_dict().items():
         torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
@@ -186,7 +191,7 @@ def test_compiled_blocks_learn_the_same():
 def test_blocks_that_cannot_be_compiled_run_as_they_are_with_one_warning(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module: broken)
     with pytest.warns(UserWarning, match="block 0 runs as it is, torch.compile has failed: ZeroDivisionError") as told:
-        mine = distilled(Recipe(logits=False, compile=True)).student
+        mine = distilled(Recipe(block_input="teacher", logits=False, compile=True)).student
     assert len([w for w in told if "torch.compile" in str(w.message)]) == 1
     assert_equal_state(mine, Plain().train())
 
@@ -197,7 +202,7 @@ def broken(*given):
 
 @pytest.mark.parametrize("freeze", [["0"], ["0.*"], ["0.[03].*"], lambda name: name.startswith("0.")])
 def test_frozen_parts_are_not_trained_and_stay_trainable(freeze):
-    before, mine = models()[1], distilled(Recipe(logits=False, freeze=freeze)).student
+    before, mine = models()[1], distilled(Recipe(block_input="teacher", logits=False, freeze=freeze)).student
     expected = Plain().train()
     for name, value in mine.state_dict().items():
         assert torch.equal(value, (before if name.startswith("0.") else expected).state_dict()[name])
@@ -206,7 +211,7 @@ def test_frozen_parts_are_not_trained_and_stay_trainable(freeze):
 
 def test_a_pattern_that_freezes_nothing_is_refused():
     with pytest.raises(InputError, match=r"(?s)names nothing in the student.*perhaps you meant 2.0.bias"):
-        distilled(Recipe(freeze=["O.0"]))
+        distilled(Recipe(block_input="teacher", freeze=["O.0"]))
 
 
 @pytest.mark.timeout(120)
@@ -215,11 +220,14 @@ def test_batches_with_nan_are_skipped_if_asked_for_and_named_if_not():
     data[2] = data[2].clone()
     data[2][3, 1] = float("nan")
     clean = [b for i, b in enumerate(data) if i != 2]
-    assert_equal_state(distilled(Recipe(logits=False, non_finite="skip"), data=data).student, Plain().train(data=clean))
-    recipe = Recipe(logits=False, non_finite="skip")
+    assert_equal_state(
+        distilled(Recipe(block_input="teacher", logits=False, non_finite="skip"), data=data).student,
+        Plain().train(data=clean),
+    )
+    recipe = Recipe(block_input="teacher", logits=False, non_finite="skip")
     assert_equal_state(distilled(recipe, data=data, devices=2, strategy="tr+dpu").student, Plain().train(data=clean))
     with pytest.raises(NonFiniteError, match=r"(?s)Rank 0, block 0 .*step 2.*input of the block from nan to nan"):
-        distilled(Recipe(logits=False), data=data)
+        distilled(Recipe(block_input="teacher", logits=False), data=data)
 
 
 def test_running_statistics_are_not_spoilt_by_what_is_skipped():
@@ -233,7 +241,7 @@ def test_running_statistics_are_not_spoilt_by_what_is_skipped():
     found = [
         autobd.distill(
             model(0), model(1), given, example=data[1], cuts=[("0", "0")], progress=False, devices=1,
-            recipe=Recipe(logits=False, non_finite="skip"),
+            recipe=Recipe(block_input="teacher", logits=False, non_finite="skip"),
         ).student.state_dict()
         for given in (data, data[1:])
     ]  # fmt: skip
@@ -244,7 +252,7 @@ def test_running_statistics_are_not_spoilt_by_what_is_skipped():
 @pytest.mark.parametrize("found", [{"lr": 0.0}, {"params": []}, 3])
 def test_groups_that_give_no_options_are_refused(found):
     with pytest.raises(InputError, match=r"Recipe.groups gives no options for 0\.0\.weight"):
-        distilled(Recipe(groups=lambda name, parameter: found))
+        distilled(Recipe(block_input="teacher", groups=lambda name, parameter: found))
 
 
 class Endless:
@@ -266,7 +274,9 @@ def test_what_goes_by_the_progress_needs_a_length(recipe):
 
 @pytest.mark.timeout(60)
 def test_an_epoch_shows_the_length_to_the_training_after_it():
-    endless, plain = (distilled(Recipe(logits=False), data=d, finish=2) for d in (Endless(), None))
+    endless, plain = (
+        distilled(Recipe(block_input="teacher", logits=False), data=d, finish=2) for d in (Endless(), None)
+    )
     assert_equal_state(endless.student, plain.student)
     assert endless.history.finish.steps == 2 * STEPS
 
@@ -279,7 +289,7 @@ def test_what_is_left_of_an_epoch_can_be_skipped_too(count):
         for _ in range(2)
     ]
     data = [*batches(), torch.full((ROWS, 6), float("nan"))]
-    recipe = Recipe(logits=False, non_finite="skip", accumulate=count)
+    recipe = Recipe(block_input="teacher", logits=False, non_finite="skip", accumulate=count)
     student = autobd.distill(*models, data, cuts=[("0", "0")], progress=False, devices=1, recipe=recipe).student
     assert all(t.isfinite().all() for t in student.state_dict().values())
 
@@ -302,5 +312,5 @@ def test_weights_that_are_trained_together_have_one_way(values, message):
     with pytest.raises(InputError, match=message):
         autobd.distill(
             Tied(), Tied(), batches(), cuts=[("a", "a"), ("b", "b")], ties="together", progress=False, devices=1,
-            recipe=Recipe(logits=False, **values),
+            recipe=Recipe(block_input="teacher", logits=False, **values),
         )  # fmt: skip

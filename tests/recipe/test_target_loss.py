@@ -61,7 +61,7 @@ def plainly(weight, alone):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("weight", "alone"), [(0.5, False), (1.0, True)])
 def test_cross_entropy_is_added_to_the_last_block_or_put_in_its_place(weight, alone):
-    recipe = Recipe(logits=False, target_loss=TargetLoss("ce", weight, alone))
+    recipe = Recipe(block_input="teacher", logits=False, target_loss=TargetLoss("ce", weight, alone))
     expected = plainly(weight, alone)
     assert_equal_state(distilled(recipe).student, expected)
     assert_equal_state(distilled(recipe, devices=2, strategy="tr+dpu").student, expected)
@@ -70,7 +70,7 @@ def test_cross_entropy_is_added_to_the_last_block_or_put_in_its_place(weight, al
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("strategy", ["dp", "ir", "ls"])
 def test_targets_are_split_as_the_rows_are(strategy):
-    recipe = Recipe(logits=False, target_loss="ce")
+    recipe = Recipe(block_input="teacher", logits=False, target_loss="ce")
     expected = plainly(1.0, False).state_dict()
     found = distilled(recipe, devices=2, strategy=strategy).student.state_dict()
     for name, value in expected.items():
@@ -85,7 +85,7 @@ def test_microbatches_and_own_rows_have_their_targets():
         autobd.Assignment((0, 1), (0,), (ROWS,), "relay"),
         autobd.Assignment((2,), (1,), (ROWS,), "relay", microbatches=3),
     ))  # fmt: skip
-    recipe = Recipe(logits=False, target_loss="ce")
+    recipe = Recipe(block_input="teacher", logits=False, target_loss="ce")
     one = distilled(recipe, data, batch_size=ROWS).student.state_dict()
     two = distilled(recipe, data, batch_size=ROWS, devices=2, strategy=plan, own_rows=True).student.state_dict()
     for name, value in one.items():
@@ -94,7 +94,7 @@ def test_microbatches_and_own_rows_have_their_targets():
 
 def test_targets_come_from_where_they_are_said_to_be():
     dicts = [{"input": x, "y": labels} for x, labels in batches()]
-    recipe = Recipe(logits=False, target_loss="ce")
+    recipe = Recipe(block_input="teacher", logits=False, target_loss="ce")
     found = distilled(recipe, dicts, targets=lambda batch: batch["y"]).student
     assert_equal_state(found, plainly(1.0, False))
     assert_equal_state(distilled(recipe, [{"input": x, "labels": y} for x, y in batches()]).student, found)
@@ -114,7 +114,7 @@ def test_targets_that_are_missing_or_do_not_fit(data, message):
     def summed(output, targets):
         return functional.cross_entropy(output, targets)
 
-    recipe = Recipe(logits=False, target_loss="ce" if data else TargetLoss(summed))
+    recipe = Recipe(block_input="teacher", logits=False, target_loss="ce" if data else TargetLoss(summed))
     with pytest.raises((InputError, LossError), match=message):
         distilled(recipe, data)
 
@@ -122,7 +122,7 @@ def test_targets_that_are_missing_or_do_not_fit(data, message):
 def test_classes_that_do_not_exist_name_the_block():
     data = [(x, y + 5) for x, y in batches()]
     with pytest.raises(LossError, match=r"block 2 .*step 0: the loss against the targets has failed"):
-        distilled(Recipe(logits=False, target_loss="ce"), data)
+        distilled(Recipe(block_input="teacher", logits=False, target_loss="ce"), data)
 
 
 @pytest.mark.parametrize("values", [{"loss": "mse"}, {"weight": -1.0}, {"weight": None}])
@@ -130,7 +130,7 @@ def test_losses_that_make_no_sense(values):
     with pytest.raises(InputError, match=r"TargetLoss\."):
         TargetLoss(**values)
     with pytest.raises(InputError, match="no loss against targets"):
-        Recipe(target_loss="kd")
+        Recipe(block_input="teacher", target_loss="kd")
 
 
 class Two(torch.nn.Module):
@@ -147,7 +147,7 @@ class Two(torch.nn.Module):
 @pytest.mark.timeout(60)
 def test_the_last_of_several_inputs_is_no_target():
     pairs = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(2)]
-    options = {"devices": 1, "progress": False, "recipe": Recipe(logits=False, target_loss="ce")}
+    options = {"devices": 1, "progress": False, "recipe": Recipe(block_input="teacher", logits=False, target_loss="ce")}
     with pytest.raises(InputError, match="A batch has no targets"):
         autobd.distill(Two(), Two(), pairs, **options)
     autobd.distill(Two(), Two(), [(*p, torch.zeros(4).long()) for p in pairs], **options)

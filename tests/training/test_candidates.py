@@ -67,7 +67,7 @@ def distilled(candidates, student=None, dtype=torch.float32, data=None, **option
         for module in modules:
             module.to(dtype)
     options = {"cuts": CUTS, "devices": 1, "strategy": "tr+dpu", "profile": "analytic", "threads": 1, **options}
-    options = {"recipe": Recipe(logits=True, loss=autobd.MSE()), "progress": False, **options}
+    options = {"recipe": Recipe(block_input="teacher", logits=True, loss=autobd.MSE()), "progress": False, **options}
     return autobd.distill(Net(0).to(dtype), student, data or batches(dtype), candidates=candidates, **options)
 
 
@@ -181,7 +181,9 @@ def test_a_candidate_stops_by_itself_and_keeps_its_best_weights(devices):
     def rate(block, progress):
         return 1e-2 if progress < 0.5 else 30.0
 
-    recipe = Recipe(logits=True, loss=autobd.MSE(), lr=rate, epochs=6, keep_best=True, patience={1: 1})
+    recipe = Recipe(
+        block_input="teacher", logits=True, loss=autobd.MSE(), lr=rate, epochs=6, keep_best=True, patience={1: 1}
+    )
     given = {"body": [linear()]}
     result = distilled(given, Net(1, pointwise(3)), recipe=recipe, devices=devices)
     column = result.history.columns.index((1, 1))
@@ -194,7 +196,7 @@ def test_a_candidate_stops_by_itself_and_keeps_its_best_weights(devices):
     assert score.loss == pytest.approx(min(means))
     assert score.seconds > 0
     short = {"body": [linear()]}  # with the same rates, to the best epoch only
-    steps = Recipe(logits=True, loss=autobd.MSE(), lr=1e-2, epochs=best + 1)
+    steps = Recipe(block_input="teacher", logits=True, loss=autobd.MSE(), lr=1e-2, epochs=best + 1)
     distilled(short, Net(1, pointwise(3)), recipe=steps)
     assert_equal_state(given["body"][0], short["body"][0])
 
@@ -207,7 +209,9 @@ def test_candidates_move_with_their_blocks():
     def run(**options):
         given = {"tail": [separable(5, norm=False)]}
         student = Net(1, pointwise(2))
-        result = distilled(given, student, recipe=Recipe(logits=True, epochs=3, ema=0.9), **options)
+        result = distilled(
+            given, student, recipe=Recipe(block_input="teacher", logits=True, epochs=3, ema=0.9), **options
+        )
         return given["tail"][0], student, result
 
     wrong = Profile.of([10.0, 1e-6, 1e-6, 1e-6], [10.0, 1e-6, 1e-6, 1e-6], batch_size=ROWS, devices=2)
@@ -295,7 +299,7 @@ def test_judging_leaves_folded_channel_maps_alone():
         result = autobd.distill(
             net(4, 0), student, [(torch.ones(4, 3, 4, 4) * i, torch.zeros(4).long()) for i in range(3)], devices=1,
             cuts=[(str(i), str(i)) for i in range(4)], candidates={"0": [nn.Conv2d(3, WIDTH, 3, padding=1)]},
-            progress=False, recipe=Recipe(logits=True), **options,
+            progress=False, recipe=Recipe(block_input="teacher", logits=True), **options,
         )  # fmt: skip
         assert [pair.adapters[0].kind for pair in result.split.pairs].count("trainable") == 2
         return student

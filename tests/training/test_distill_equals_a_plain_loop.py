@@ -61,7 +61,7 @@ def test_twenty_steps_of_every_strategy_equal_the_plain_loop(dropout, strategy):
     batches = [torch.randn(7 if i % 5 else 3, 6) for i in range(20)]
     losses = plain_loop(teacher, expected, batches, functools.partial(torch.optim.AdamW, lr=1e-2))
     result = autobd.distill(
-        teacher, student, batches, recipe=autobd.Recipe(lr=1e-2), cuts=[("0", "0"), ("1", "1")],
+        teacher, student, batches, recipe=autobd.Recipe(block_input="teacher", lr=1e-2), cuts=[("0", "0"), ("1", "1")],
         strategy=strategy, progress=False,
     )  # fmt: skip
     assert result.student is student
@@ -84,7 +84,9 @@ def test_convolutions_with_batch_norm_in_place_and_dropout_equal_the_plain_loop(
     expected = copy.deepcopy(student)
     batches = [images(5) for _ in range(20)]
     losses = plain_loop(teacher, expected, batches, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), 3, 0.5)
-    recipe = autobd.Recipe(optimizer=functools.partial(torch.optim.SGD, momentum=0.9), lr=0.1, clip=0.5)
+    recipe = autobd.Recipe(
+        block_input="teacher", optimizer=functools.partial(torch.optim.SGD, momentum=0.9), lr=0.1, clip=0.5
+    )
     cuts = [("0", "0"), ("1", "1"), ("2", "2")]
     result = autobd.distill(teacher, student, batches, recipe=recipe, cuts=cuts, seed=3, progress=False)
     assert_equal_state(student, expected)

@@ -29,7 +29,7 @@ def batches(seed=3):
 
 
 def distilled(finish, **options):
-    options = {"devices": 1, "recipe": Recipe(logits=True), "data": batches(), **options}
+    options = {"devices": 1, "recipe": Recipe(block_input="teacher", logits=True), "data": batches(), **options}
     return autobd.distill(
         *models(), options.pop("data"), cuts=CUTS, threads=1, progress=False, profile="analytic", finish=finish,
         **options,
@@ -110,7 +110,7 @@ def test_each_rank_may_load_its_own_rows():
 @pytest.mark.timeout(120)
 def test_frozen_parts_stay_frozen():
     before = models()[1]
-    result = distilled(1, recipe=Recipe(logits=True, freeze=["0"]))
+    result = distilled(1, recipe=Recipe(block_input="teacher", logits=True, freeze=["0"]))
     assert torch.equal(result.student[0][0].weight, before[0][0].weight)
     assert not torch.equal(result.student[1][0].weight, before[1][0].weight)
 
@@ -121,7 +121,7 @@ def test_targets_that_are_missing_are_told_before_anything_is_trained():
     with pytest.raises(InputError, match="A batch has no targets"):
         autobd.distill(
             models()[0], student, [x for x, _ in batches()], cuts=CUTS, devices=1, progress=False,
-            finish=Finish(loss="ce"), recipe=Recipe(logits=True),
+            finish=Finish(loss="ce"), recipe=Recipe(block_input="teacher", logits=True),
         )  # fmt: skip
     assert torch.equal(student[0][0].weight, before[0][0].weight)
 
@@ -165,7 +165,7 @@ def test_the_teacher_runs_only_where_its_output_is_wanted(finish, runs):
 
     autobd.distill(
         teacher, student, batches(), cuts=CUTS, devices=1, progress=False, finish=finish, callbacks=[Watch()],
-        recipe=Recipe(logits=True),
+        recipe=Recipe(block_input="teacher", logits=True),
     )  # fmt: skip
     assert seen[1] - seen[0] == STEPS
     assert seen[3] - seen[2] == (2 * STEPS if runs else 0)

@@ -53,7 +53,7 @@ def run(devices=2, recipe=None, **options):
     options = {"strategy": "tr+dpu", "epochs": 4, **options}
     result = autobd.distill(
         teacher, student, batches(), cuts=CUTS, devices=devices, threads=1, profile=costs, progress=False,
-        recipe=recipe or autobd.Recipe(logits=False, loss={0: Slow(), 1: Slow()}), **options,
+        recipe=recipe or autobd.Recipe(block_input="teacher", logits=False, loss={0: Slow(), 1: Slow()}), **options,
     )  # fmt: skip
     return result, student
 
@@ -68,7 +68,7 @@ def plainly(recipe, epochs=4):
 
 @pytest.mark.timeout(90)
 def test_blocks_are_moved_and_the_result_is_that_of_one_rank_to_the_bit():
-    recipe = autobd.Recipe(logits=False, loss={0: Slow(), 1: Slow()})
+    recipe = autobd.Recipe(block_input="teacher", logits=False, loss={0: Slow(), 1: Slow()})
     result, student = run(recipe=recipe)
     assert [a.blocks for a in result.plan.assignments] == [(0,), (1, 2)]
     assert result.program.plan == result.plan
@@ -90,7 +90,7 @@ def test_a_plain_loop_gives_the_same():
             scale.append(boundary.square().mean())
     loss = {b: lambda s, t, b=b: Slow()(s, t) / scale[b] for b in (0, 1)}
     plain_loop(teacher, student, chained(*NAMES), batches() * 4)
-    result, own = run(recipe=autobd.Recipe(logits=False, loss=loss))
+    result, own = run(recipe=autobd.Recipe(block_input="teacher", logits=False, loss=loss))
     assert any(n.startswith("planned again") for n in result.notes)
     for name, value in own.state_dict().items():
         assert torch.allclose(value, student.state_dict()[name], rtol=0, atol=1e-10)
@@ -99,7 +99,8 @@ def test_a_plain_loop_gives_the_same():
 @pytest.mark.timeout(90)
 def test_moved_blocks_keep_momentum_schedule_and_replicas():
     recipe = autobd.Recipe(
-        logits=False, loss={0: Slow(), 1: Slow()}, lr=lambda block, progress: 0.01 * (1 - progress), clip=0.5,
+        logits=False, block_input="teacher", loss={0: Slow(), 1: Slow()}, clip=0.5,
+        lr=lambda block, progress: 0.01 * (1 - progress),
         optimizer=partial(torch.optim.SGD, momentum=0.9, nesterov=True),
     )  # fmt: skip
     result, student = run(devices=3, strategy="ahd", recipe=recipe)
@@ -115,7 +116,7 @@ def test_frozen_weights_that_came_from_the_teacher_stay_through_a_move_and_are_h
     for part in student:
         part[0].requires_grad_(False)
     costs = Profile.of([1.0, 1.0, 6.0], [1.0, 1.0, 6.0], ROWS, devices=2).on(("cpu", "cpu"), (0, 0), (0, 0))
-    recipe = autobd.Recipe(logits=False, loss={0: Slow(), 1: Slow()}, epochs=3)
+    recipe = autobd.Recipe(block_input="teacher", logits=False, loss={0: Slow(), 1: Slow()}, epochs=3)
     result = autobd.distill(
         teacher, student, batches(), cuts=CUTS, devices=2, threads=1, profile=costs, progress=False, recipe=recipe,
         strategy="tr+dpu", init="teacher",

@@ -57,7 +57,7 @@ def rising(block, progress):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("devices", "strategy"), [(1, "tr+dpu"), (2, "tr+dpu"), (2, "dp")])
 def test_every_block_gets_the_weights_of_its_best_epoch(devices, strategy):
-    recipe = Recipe(logits=True, lr=rising, epochs=6, keep_best=True, loss=autobd.MSE())
+    recipe = Recipe(block_input="teacher", logits=True, lr=rising, epochs=6, keep_best=True, loss=autobd.MSE())
     result, states = distilled(recipe, devices, strategy=strategy, validate=batches())
     means = epoch_means(result.history)
     best = [min(range(6), key=lambda e: means[e][b]) for b in range(3)]
@@ -74,9 +74,11 @@ def test_every_block_gets_the_weights_of_its_best_epoch(devices, strategy):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_block_that_is_good_enough_is_left_as_it_is_and_others_go_on(devices):
-    free, _ = distilled(Recipe(logits=False, lr=1e-2, epochs=6))
+    free, _ = distilled(Recipe(block_input="teacher", logits=False, lr=1e-2, epochs=6))
     threshold = sorted(m[1] for m in epoch_means(free.history))[3]  # reached on the way
-    result, states = distilled(Recipe(logits=False, lr=1e-2, epochs=6, stop_at={1: threshold}), devices)
+    result, states = distilled(
+        Recipe(block_input="teacher", logits=False, lr=1e-2, epochs=6, stop_at={1: threshold}), devices
+    )
     (note,) = [n for n in result.notes if "stopped" in n]
     assert note.startswith("block 1 stopped after epoch 3")
     assert result.program.stopped == {1}
@@ -91,14 +93,14 @@ def test_a_block_that_is_good_enough_is_left_as_it_is_and_others_go_on(devices):
 
 @pytest.mark.timeout(90)
 def test_patience_counts_epochs_without_a_gain():
-    recipe = Recipe(logits=False, lr={0: 0.0, 1: 1e-2, 2: 1e-2}, epochs=5, patience={0: 2})
+    recipe = Recipe(block_input="teacher", logits=False, lr={0: 0.0, 1: 1e-2, 2: 1e-2}, epochs=5, patience={0: 2})
     result, _ = distilled(recipe)
     assert next(n for n in result.notes if "stopped" in n).startswith("block 0 stopped after epoch 3")
 
 
 @pytest.mark.timeout(90)
 def test_the_training_ends_when_all_blocks_have_stopped():
-    result, _ = distilled(Recipe(logits=False, lr=0.0, epochs=9, patience=1), 2)
+    result, _ = distilled(Recipe(block_input="teacher", logits=False, lr=0.0, epochs=9, patience=1), 2)
     assert result.history.epoch_ends == [STEPS, 2 * STEPS]
 
 
@@ -115,11 +117,13 @@ def test_later_blocks_still_get_the_own_boundary_of_one_that_has_stopped(devices
 @pytest.mark.timeout(90)
 def test_its_time_goes_to_others():
     costs = Profile.of([0.1] * 3, [4.0, 4.0, 8.0], 4, devices=2).on(("cpu", "cpu"), (0, 0), (0, 0))
-    recipe = Recipe(logits=False, lr=1e-2, epochs=2, stop_at={2: 1e9})  # at once: later times are measured ones
+    recipe = Recipe(
+        block_input="teacher", logits=False, lr=1e-2, epochs=2, stop_at={2: 1e9}
+    )  # at once: later times are measured ones
     result, _ = distilled(recipe, 2, profile=costs)
     assert result.program.stopped == {2}
     assert [a.blocks for a in result.plan.assignments] == [(0,), (1, 2)]
-    plain, states = distilled(Recipe(logits=False, lr=1e-2, epochs=2))
+    plain, states = distilled(Recipe(block_input="teacher", logits=False, lr=1e-2, epochs=2))
     for name, value in result.student.state_dict().items():
         assert torch.equal(value, (states[0] if name.startswith("2") else plain.student.state_dict())[name])
 
@@ -128,7 +132,9 @@ def test_its_time_goes_to_others():
 def test_skipped_batches_count_for_nothing():
     data = batches()
     data[2] = (torch.full((4, 6), float("nan")), data[2][1])
-    recipe = Recipe(logits=False, lr=1e-2, epochs=3, patience=1, keep_best=True, non_finite="skip")
+    recipe = Recipe(
+        block_input="teacher", logits=False, lr=1e-2, epochs=3, patience=1, keep_best=True, non_finite="skip"
+    )
     student = mlp(4, seed=1)
     kept = Kept(student)
     result = autobd.distill(
@@ -187,7 +193,13 @@ def test_what_is_judged_at_the_end_has_the_best_weights_also_where_they_are_tied
             return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
     student = Tied(1)
-    recipe = Recipe(logits=False, epochs=4, keep_best=True, lr=lambda block, progress: 1e-2 if progress < 0.4 else 0.5)
+    recipe = Recipe(
+        block_input="teacher",
+        logits=False,
+        epochs=4,
+        keep_best=True,
+        lr=lambda block, progress: 1e-2 if progress < 0.4 else 0.5,
+    )
     validation = autobd.Validation(batches(), {"size": lambda output, targets: output.square().mean()})
     result = autobd.distill(
         Tied(0), student, batches(), cuts=[("first", "first"), ("middle", "middle")], devices=devices, threads=1,
@@ -201,4 +213,4 @@ def test_what_is_judged_at_the_end_has_the_best_weights_also_where_they_are_tied
 @pytest.mark.parametrize("values", [{"patience": 0}, {"stop_at": -1.0}, {"keep_best": 1}])
 def test_values_that_make_no_sense(values):
     with pytest.raises(InputError, match=next(iter(values))):
-        Recipe(**values)
+        Recipe(block_input="teacher", **values)

@@ -58,8 +58,8 @@ def test_tied_training_equals_a_plain_loop(policy, strategy):
     teacher, student = Tied(16, 0), Tied(4, 1)
     expected = plain_loop(teacher, copy.deepcopy(student), policy == "together")
     result = autobd.distill(
-        teacher, student, EPOCH, cuts=CUTS, ties=policy, strategy=strategy, recipe=autobd.Recipe(lr=1e-2, epochs=2),
-        progress=False,
+        teacher, student, EPOCH, cuts=CUTS, ties=policy, strategy=strategy, progress=False,
+        recipe=autobd.Recipe(block_input="teacher", lr=1e-2, epochs=2),
     )  # fmt: skip
     (tie,) = result.split.ties
     assert (tie.parameters, tie.blocks, tie.together) == (("embed.weight",), (0, 2), policy == "together")

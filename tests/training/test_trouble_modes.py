@@ -48,7 +48,9 @@ def test_09_functional_dropout_is_dead_in_the_teacher_and_drawn_at_each_step_in_
 
 def test_09_two_passes_of_the_teacher_are_equal_and_two_of_the_student_differ():
     x, seen = torch.randn(64, 6), []
-    recipe = autobd.Recipe(lr=0.0, loss=lambda s, t: seen.append((s.detach(), t)) or (s - t).square().mean())
+    recipe = autobd.Recipe(
+        block_input="teacher", lr=0.0, loss=lambda s, t: seen.append((s.detach(), t)) or (s - t).square().mean()
+    )
     autobd.distill(*pair(lambda w: nn.Sequential(Dropping(w))), [x, x], blocks=1, recipe=recipe, progress=False)
     assert torch.equal(seen[0][1], seen[1][1])
     assert not torch.equal(seen[0][0], seen[1][0])
@@ -161,7 +163,7 @@ def test_13_recording_splitting_verifying_and_inspecting_move_no_buffer(monkeypa
 
 def test_11_a_loss_without_gradient_is_still_an_error():
     models = pair(lambda w: nn.Sequential(Skipped(w), Skipped(w)))
-    recipe = autobd.Recipe(loss=lambda s, t: (s.detach() - t).square().mean())
+    recipe = autobd.Recipe(block_input="teacher", loss=lambda s, t: (s.detach() - t).square().mean())
     with pytest.raises(LossError, match="does not depend on the student's parameters"):
         autobd.distill(*models, [torch.randn(4, 6)] * 9, recipe=recipe, progress=False)
 

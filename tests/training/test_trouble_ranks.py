@@ -53,7 +53,7 @@ def group(request, groups):
 def distilled(teacher, student, data, group, names, strategy="tr+dpu", **options):
     """Train on a group, cut behind all but the last of these modules."""
     before, keys = fingerprint(teacher), list(student.state_dict())
-    options = {"recipe": autobd.Recipe(logits=False), **options}
+    options = {"recipe": autobd.Recipe(block_input="teacher", logits=False), **options}
     result = autobd.distill(
         teacher, student, data, cuts=[(n, n) for n in names[:-1]], devices=group, strategy=strategy, progress=False,
         **options,
@@ -118,7 +118,12 @@ def test_34_each_batch_has_its_own_length(group, strategy):
     teacher, student = Encoder(32, 0).double(), Encoder(4, 1).double()
     batches = [torch.randint(0, 20, (rows, n)) for rows, n in ((2, 7), (2, 7), (2, 5), (1, 9), (2, 5))]
     alone = copy.deepcopy(student)
-    options = {"blocks": 3, "threads": 1, "progress": False, "recipe": autobd.Recipe(logits=False)}
+    options = {
+        "blocks": 3,
+        "threads": 1,
+        "progress": False,
+        "recipe": autobd.Recipe(block_input="teacher", logits=False),
+    }
     autobd.distill(teacher, alone, batches, **options)
     autobd.distill(teacher, student, batches, devices=group, strategy=strategy, **options)
     for key, value in student.state_dict().items():
@@ -139,7 +144,9 @@ class Plus(nn.Module):
 def test_35_inputs_and_targets_are_of_the_same_batch(group, strategy):
     teacher, student = (nn.Sequential(*(Plus() for _ in range(4))) for _ in range(2))
     batches = [(torch.full((4, 4), float(k)), torch.tensor([k] * 4)) for k in range(12)]
-    recipe = autobd.Recipe(loss=autobd.MSE(normalised=False), optimizer=torch.optim.SGD, logits=False)
+    recipe = autobd.Recipe(
+        block_input="teacher", loss=autobd.MSE(normalised=False), optimizer=torch.optim.SGD, logits=False
+    )
     result = distilled(teacher, student, batches, group, "0123", strategy, recipe=recipe)
     assert result.history.losses == [(0.0,) * 4] * 12
 
@@ -235,7 +242,7 @@ def test_39_every_dtype_crosses_and_a_mask_beside_it(group, dtype):
     losses = plain_loop(teacher, expected, MASKED, batches)
     result = autobd.distill(
         teacher, student, batches, cuts=[("first", "first"), ("masked_fill", "masked_fill")], devices=group,
-        strategy="tr+dpu", recipe=autobd.Recipe(logits=False), progress=False,
+        strategy="tr+dpu", recipe=autobd.Recipe(block_input="teacher", logits=False), progress=False,
     )  # fmt: skip
     assert result.history.losses == losses
     assert_equal_state(student, expected)
@@ -297,7 +304,9 @@ def test_42_the_step_has_the_same_size_on_any_number_of_ranks(group, strategy):
         functional.mse_loss(s(y), target).backward()
         optimizer.step()
         y = target
-    recipe = autobd.Recipe(loss=autobd.MSE(normalised=False), optimizer=torch.optim.SGD, lr=0.1, logits=False)
+    recipe = autobd.Recipe(
+        block_input="teacher", loss=autobd.MSE(normalised=False), optimizer=torch.optim.SGD, lr=0.1, logits=False
+    )
     distilled(teacher, student, [x], group, "012", strategy, recipe=recipe)
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(student.state_dict()[key], value, rtol=0, atol=1e-12)
@@ -350,7 +359,7 @@ def test_54_batch_norm_counts_batches_on_the_teachers_features(group, strategy):
     with torch.no_grad():
         before = copy.deepcopy(teacher).eval()[0]
         expected = torch.stack([student[1][0](before(x)).mean(0) for x in batches]).mean(0)
-    recipe = autobd.Recipe(lr=0.0, optimizer=torch.optim.SGD, logits=False)
+    recipe = autobd.Recipe(block_input="teacher", lr=0.0, optimizer=torch.optim.SGD, logits=False)
     distilled(teacher, student, batches, group, "01", strategy, recipe=recipe)
     torch.testing.assert_close(student[1][1].running_mean, expected, rtol=0, atol=1e-5)
     assert student[1][1].num_batches_tracked == 5
@@ -428,7 +437,7 @@ def test_71_every_block_sees_every_sample_once_per_epoch(group, strategy, tmp_pa
             block.shift.fill_(shift)
     student = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     loader = torch.utils.data.DataLoader(Unseeded(), batch_size=4, shuffle=True)
-    recipe = autobd.Recipe(loss=seen, optimizer=torch.optim.SGD, lr=0.0, logits=False)
+    recipe = autobd.Recipe(block_input="teacher", loss=seen, optimizer=torch.optim.SGD, lr=0.0, logits=False)
     distilled(teacher, student, loader, group, "012", strategy, recipe=recipe, epochs=2, profile="analytic")
     values = sorted(int(v) for v in (tmp_path / "seen").read_text().split())
     assert values == sorted(offset + i for offset in (100, 300, 700) for i in range(12) for _ in range(2))

@@ -41,7 +41,7 @@ def images_net(block, width, seed):
 
 def first_losses(teacher, student, x, cuts):
     """Raw losses of the first step, from distill."""
-    recipe = autobd.Recipe(loss=autobd.MSE(normalised=False))
+    recipe = autobd.Recipe(block_input="teacher", loss=autobd.MSE(normalised=False))
     result = autobd.distill(teacher, student, [x], cuts=[(c, c) for c in cuts], recipe=recipe, progress=False)
     return result.history.losses[0]
 
@@ -136,7 +136,7 @@ def test_50_a_teacher_in_train_mode_does_not_drift_and_gives_eval_targets():
         for block in copy.deepcopy(teacher).eval():
             targets.append(y := block(y))
     seen = []
-    recipe = autobd.Recipe(loss=lambda s, t: seen.append(t.clone()) or (s - t).square().mean())
+    recipe = autobd.Recipe(block_input="teacher", loss=lambda s, t: seen.append(t.clone()) or (s - t).square().mean())
     before = fingerprint(teacher)
     autobd.distill(teacher, student, [x, x], cuts=[("0", "0"), ("1", "1")], recipe=recipe, progress=False)
     assert_same(before, fingerprint(teacher))
@@ -256,7 +256,7 @@ class Numbered(nn.Module):
 
 def test_65_every_layer_comes_back_under_its_own_number():
     student = Numbered()
-    recipe = autobd.Recipe(lr=0.0, optimizer=torch.optim.SGD)
+    recipe = autobd.Recipe(block_input="teacher", lr=0.0, optimizer=torch.optim.SGD)
     autobd.distill(Numbered(), student, [torch.randn(3, 4)], blocks=6, recipe=recipe, progress=False)
     for i, block in enumerate(student.blocks):
         assert (block.bias == i).all()

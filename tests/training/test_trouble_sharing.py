@@ -128,7 +128,14 @@ def test_20_tied_weights_stay_tied_and_are_trained_like_a_plain_loop(policy, joi
     tied_loop(teacher, expected, joined, together)
     cuts = same("emb", "one") if joined else same("emb", "one", "two")
     result = autobd.distill(
-        teacher, student, TOKENS, cuts=cuts, ties=policy, epochs=2, recipe=autobd.Recipe(lr=1e-2), progress=False
+        teacher,
+        student,
+        TOKENS,
+        cuts=cuts,
+        ties=policy,
+        epochs=2,
+        recipe=autobd.Recipe(block_input="teacher", lr=1e-2),
+        progress=False,
     )
     assert_same(before, fingerprint(teacher))
     assert student.head.weight is student.emb.weight

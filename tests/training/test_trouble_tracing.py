@@ -194,7 +194,7 @@ def test_07_without_the_optional_mask_the_models_run_without_it(targets):
     inputs = [torch.randn(n, 4) for n in (3, 3, 2, 1)]
     batches = [(x, torch.zeros(len(x), 6)) if targets else x for x in inputs]
     seen = []
-    recipe = autobd.Recipe(loss=lambda s, t: seen.append(t.clone()) or (s - t).square().mean())
+    recipe = autobd.Recipe(block_input="teacher", loss=lambda s, t: seen.append(t.clone()) or (s - t).square().mean())
     autobd.distill(teacher, student, batches, cuts=MASKED_CUTS, recipe=recipe, progress=False)
     with torch.no_grad():
         assert all(torch.equal(t, teacher.eval()(x)) for t, x in zip(seen[2::3], inputs, strict=True))
