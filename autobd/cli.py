@@ -24,7 +24,7 @@ from .planner import STRATEGIES, Plan
 from .recipe import Recipe
 from .report import Report, inspect
 from .specs import FORMS, load, load_model, load_pair
-from .training import random_batches
+from .training import Checkpoint, random_batches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--validate", metavar="SPEC", help="like --data: data, or a Validation, to judge it by")
     train.add_argument("--recalibrate", action="store_true", help="give batch norms the student's own statistics")
     train.add_argument("--finish", type=int, metavar="EPOCHS", help="then train the whole student end to end")
+    train.add_argument("--checkpoint", metavar="DIRECTORY", help="write there where the training is, to go on from")
+    train.add_argument(
+        "--every", default="1 epoch", metavar="TIME", help='when: "1 epoch" (default), "200 steps", "10 minutes"'
+    )
+    train.add_argument(
+        "--resume", nargs="?", const="auto", metavar="FOLDER", help="go on from the last checkpoint, or from this one"
+    )
     train.add_argument(
         "--devices", default="auto", help='a number, or names with commas: "2", "cuda:0,cuda:1" (default: all GPUs)'
     )
@@ -237,6 +244,8 @@ def _distill(options: argparse.Namespace) -> None:
         validate=None if options.validate is None else load(options.validate),
         recalibrate=options.recalibrate,
         finish=options.finish,
+        checkpoint=None if options.checkpoint is None else Checkpoint(options.checkpoint, options.every),
+        resume=options.resume,
         seed=options.seed,
         progress=not options.quiet,
     )

@@ -112,6 +112,17 @@ def test_distill_judges_and_finishes(models, capsys, tmp_path):
     load_model(f"{models}:net").load_state_dict(load_file(out))
 
 
+def test_distill_goes_on_from_a_checkpoint(models, capsys, tmp_path):
+    command = ["distill", f"{models}:net,width=32", f"{models}:net", "--data", f"{models}:data", "--quiet"]
+    command += ["--epochs", "2", "--checkpoint", str(tmp_path / "runs"), "--every", "2 steps"]
+    assert main(command) == 0
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {f"step-{step:08}" for step in (2, 4, 6)}
+    assert main(command) == 1
+    assert "has checkpoints of an earlier training" in capsys.readouterr().err
+    assert main([*command, "--resume"]) == 0
+    assert "went on from" in capsys.readouterr().out
+
+
 def test_an_error_is_one_message_and_status_1(models, capsys):
     assert main(["inspect", "timm:nothing", f"{models}:net"]) == 1
     assert capsys.readouterr().err.startswith("autobd: timm has no model 'nothing'.")

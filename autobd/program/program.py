@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,10 @@ class Program:
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         namespace: dict[str, Any] = {}
         exec(compile(source, name, "exec"), namespace)
-        return namespace["step"]
+        step: Callable[[Any, Any], None] = namespace["step"]
+        # Frames of a traceback hold on to the code, so that its lines are there as long as anything shows them.
+        weakref.finalize(step.__code__, linecache.cache.pop, name, None)
+        return step
 
     def __str__(self) -> str:
         return "\n".join(self.code(rank) for rank in range(len(self.ranks)))

@@ -309,3 +309,38 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path, whole):
     assert output.endswith("done\n")
     assert "could not be written, training goes on" in errors
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_directory_that_disappears_is_a_warning_and_training_goes_on(tmp_path, whole):
+    class Moves(autobd.Callback):
+        def on_step(self, run):
+            time.sleep(0.03)
+            if run.step == 4:
+                (tmp_path / "run").rename(tmp_path / "elsewhere")
+                (tmp_path / "run").write_text("no directory")
+
+    with pytest.warns(UserWarning, match="could not be written, training goes on"):
+        found = distilled(checkpoint=Checkpoint(tmp_path / "run", 1), callbacks=[Moves()])
+    assert_same_run(found, whole)
+    before = saved(tmp_path / "elsewhere")[-1]
+    assert 1 <= before.step <= 4
+    assert_same_run(distilled(resume=str(before.path)), whole)
+
+
+@pytest.mark.timeout(60)
+def test_the_clock_may_be_set_while_it_runs(tmp_path, whole, monkeypatch):
+    now, shift = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: now() + shift[0])
+
+    class Sets(autobd.Callback):
+        def on_step(self, run):
+            time.sleep(0.03)
+            shift[0] = {4: -1e9, 8: 1e9}.get(run.step, shift[0])
+
+    found = distilled(devices=2, checkpoint=Checkpoint(tmp_path / "minutes", "1 minute"), callbacks=[Sets()])
+    assert_same_run(found, whole)
+    assert [s.step for s in saved(tmp_path / "minutes")] == [STEPS * EPOCHS]  # that of the end
+    found = distilled(devices=2, checkpoint=Checkpoint(tmp_path / "steps", 1), callbacks=[Sets()])
+    assert_same_run(found, whole)
+    assert saved(tmp_path / "steps")[-1].step == STEPS * EPOCHS

@@ -1,5 +1,7 @@
 """The generated Python is what runs: it is readable, respects the instructions' edges, and shows in tracebacks."""
 
+import gc
+import linecache
 import traceback
 
 import pytest
@@ -56,6 +58,16 @@ def test_boundaries_are_dropped_after_their_last_use():
     lines = result().program.code(0).splitlines()
     last_use = max(i for i, line in enumerate(lines) if "student_forward(1" in line)
     assert "del x0" in lines[last_use + 1]
+
+
+def test_source_is_forgotten_with_the_function():
+    program = result().program
+    before = set(linecache.cache)
+    step = program.compile(0)
+    assert step.__code__.co_filename in linecache.cache
+    del step
+    gc.collect()
+    assert set(linecache.cache) <= before
 
 
 def test_a_traceback_shows_the_generated_line():

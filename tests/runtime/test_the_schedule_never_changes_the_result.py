@@ -150,7 +150,7 @@ def test_every_strategy_of_the_paper(group, strategy, block_input):
 @pytest.mark.timeout(60)
 def test_a_barrier_is_for_the_ranks_that_train(group):
     stages = [Assignment((0,), (2,), (4,), "relay"), Assignment((1, 2), (1,), (4,), "relay")]
-    recipe = autobd.Recipe(logits=False)
+    recipe = autobd.Recipe(logits=False, block_input="teacher")
     for own in (stages, [Assignment((0, 1, 2), (1,), (4,), "relay")]):
         strategy = Plan("tr", 4, DEVICES, tuple(own))
         assert_like_serial(group, tokens(4, 0), tokens(4, 1), some_batches(4, 4), recipe, 1, 0, strategy=strategy)

@@ -21,8 +21,9 @@ def images(depth):
 def run(strategy, devices=2, steps=8, size=32):
     batch = torch.randn(16, 3, size, size)
     return autobd.distill(
-        images(1), images(3), [batch] * steps, devices=devices, strategy=strategy, threads=1, progress=False
-    )
+        images(1), images(3), [batch] * steps, devices=devices, strategy=strategy, threads=1, progress=False,
+        recipe=autobd.Recipe(block_input="teacher"),
+    )  # fmt: skip
 
 
 def test_the_relay_overlaps_the_students_work():

@@ -9,6 +9,7 @@ from plain import assert_equal_state, row_losses
 
 import autobd
 from autobd import Callback, Recipe
+from autobd.errors import PlanError
 from autobd.planner import Assignment, Plan
 
 CUTS = [("0", "0"), ("1", "1")]
@@ -96,7 +97,7 @@ def test_so_it_is_where_a_plan_cannot_hand_the_students_boundary_over():
     assert found.notes[-1] == (
         "blocks are given the teacher's boundary throughout: this plan cannot hand the student's own over"
     )
-    with pytest.raises(autobd.PlanError, match="cannot be handed over"):
+    with pytest.raises(PlanError, match="cannot be handed over"):
         distilled("teacher-then-student", devices=2, strategy=plan)
 
 

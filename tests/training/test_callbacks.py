@@ -21,7 +21,7 @@ def batches():
 
 
 def distilled(*callbacks, student=None, **options):
-    options = {"devices": 1, "epochs": 3, "recipe": Recipe(logits=True), **options}
+    options = {"devices": 1, "epochs": 3, "recipe": Recipe(logits=True, block_input="teacher"), **options}
     return autobd.distill(
         mlp(16), mlp(4, seed=1) if student is None else student, batches(), cuts=CUTS, threads=1, progress=False,
         profile="analytic", strategy="tr+dpu", callbacks=callbacks, **options,
@@ -83,10 +83,13 @@ def test_an_epoch_after_which_a_callback_stops_is_the_last_one(devices):
         def on_epoch(self, run):
             run.stop = run.epoch == 2
 
-    recipe = Recipe(logits=True, lr=lambda block, progress: 1e-2 if progress < 0.3 else 3.0, keep_best=True)
+    recipe = Recipe(
+        logits=True, block_input="teacher", lr=lambda block, progress: 1e-2 if progress < 0.3 else 3.0, keep_best=True
+    )
     validate = autobd.Validation(batches(), {"size": lambda output, targets: output.abs().mean()}, every=5)
     stopped = distilled(Enough(), devices=devices, recipe=recipe, epochs=3, validate=validate)
-    best = distilled(recipe=Recipe(logits=True, lr=1e-2), epochs=1).student  # what came after it was worse
+    recipe = Recipe(logits=True, block_input="teacher", lr=1e-2)
+    best = distilled(recipe=recipe, epochs=1).student  # what came after it was worse
     assert_equal_state(stopped.student, best)
     (scored,) = stopped.history.of("assembled")
     size = sum(float(stopped.student(x).detach().abs().mean()) for x, _ in batches()) / STEPS

@@ -51,7 +51,7 @@ def berts():
 def test_pair_is_exact_and_trains(make, blocks):
     teacher, student, batches = make()
     keys, before = list(student.state_dict()), fingerprint(teacher)
-    result = autobd.distill(teacher, student, batches * 4, progress=False)
+    result = autobd.distill(teacher, student, batches * 4, progress=False, recipe=autobd.Recipe(block_input="teacher"))
     assert len(result.split) >= blocks
     assert result.verification
     assert result.verification.exact, str(result.verification)

@@ -38,7 +38,7 @@ HELD_OUT = batches((ROWS, ROWS, 3, 1), seed=9)
 
 def distilled(student=None, data=None, **options):
     teacher, own = models()
-    options = {"recipe": Recipe(logits=True), "epochs": 2, "validate": HELD_OUT, **options}
+    options = {"recipe": Recipe(logits=True, block_input="teacher"), "epochs": 2, "validate": HELD_OUT, **options}
     return autobd.distill(
         teacher, own if student is None else student, batches() if data is None else data, cuts=CUTS, threads=1,
         profile="analytic", progress=False, timeout=30, **options,
