@@ -46,11 +46,13 @@ from .training import (
     asked_checkpoint,
     asked_finish,
     asked_recalibration,
+    asked_recipe,
     asked_resume,
     check_batch,
     check_budget,
     check_candidates,
     check_like,
+    check_options,
     in_order,
     random_batches,
     signals,
@@ -158,13 +160,9 @@ def distill(
             expected="models with weights",
             do="build the models outside of torch.device('meta'), or use autobd.split to look at them",
         )
-    if init not in (None, "teacher"):
-        raise InputError("init= names no way to start.", given=repr(init), expected='"teacher" or None')
-    if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Sequence):
-        raise InputError("callbacks= is no list.", given=type(callbacks).__name__, do="pass [callback]")
-    recipe = recipe or Recipe()
-    if epochs is not None:
-        recipe = replace(recipe, epochs=epochs)
+    flags = {"replan": replan, "own_rows": own_rows, "resample": resample, "hybrid": hybrid, "progress": progress}
+    check_options(init, callbacks, seed, flags)
+    recipe = asked_recipe(recipe, epochs)
     check_candidates(candidates, budget, recipe, hybrid)
     budget = budget or Budget()
     checkpoint = asked_checkpoint(checkpoint)

@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -87,12 +87,13 @@ def bench(
         example: one batch of inputs; every step trains on it.
         strategies: which; those that do not fit are left out.
         rounds: see `Bench`; `steps`: of each run, of which the first few are not counted.
-        devices, recipe, threads: as for `distill`; `options`: as for `split`.
+        devices, recipe, threads: as for `distill`, but blocks are given the teacher's boundary from first to last;
+            `options`: as for `split`.
         budget: as for `profile`, in every round.
 
     Errors: as for `distill`.
     """
-    recipe = recipe or Recipe()
+    recipe = replace(recipe or Recipe(), block_input="teacher")
     found = split(teacher, student, example, logits=recipe.logits, **options)
     batch, home = found.student.example.rows, next(student.parameters()).device
     seconds: dict[str, list[float]] = defaultdict(list)

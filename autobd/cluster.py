@@ -105,4 +105,12 @@ def _known(name: object, given: object, gpus: int) -> str:
         if (device.index or 0) >= gpus:
             raise InputError("No such GPU.", given=f"devices={given!r}", expected=f"one of {gpus} GPUs")
         return f"cuda:{device.index or 0}"
+    try:
+        there = not torch.empty(0, device=device).is_meta
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):  # this PyTorch is built without it
+        there = False
+    if not there:
+        raise InputError(
+            "No such device on this machine.", given=f"devices={given!r}", expected='a name such as "cpu" or "cuda:0"'
+        )
     return str(device)

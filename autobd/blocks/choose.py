@@ -30,8 +30,8 @@ def found_cuts(flows: Flows, blocks: int | None, resample: bool, whole: Collecti
         [c for c in candidates(flows[1]) if not any(first <= c.position < last for first, last in kept)],
     )
     pairs = matching(*cuts, resample)
-    weights = flows[0].weights_until[-1], flows[1].weights_until[-1]
-    flops = flows[0].flops_until[-1], flows[1].flops_until[-1]
+    weights = _last(flows[0].weights_until), _last(flows[1].weights_until)
+    flops = _last(flows[0].flops_until), _last(flows[1].flops_until)
     sizes = "" if resample else _apart(*cuts)
     alignment = None if sizes and blocks is None else align(pairs, weights, flops, blocks)
     if alignment is not None:
@@ -57,7 +57,7 @@ def found_cuts(flows: Flows, blocks: int | None, resample: bool, whole: Collecti
 def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) -> Alignment:
     """Cuts by name. Errors: InputError, SplitError that names the nearest valid cuts or the two shapes."""
     pairs: list[CutPair] = []
-    for entry in cuts:
+    for entry in cuts if isinstance(cuts, Sequence) else (cuts,):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(isinstance(n, str) for n in entry):
             raise InputError(
                 "cuts= holds something else than a pair of names.",
@@ -93,6 +93,11 @@ def given_cuts(cuts: Sequence[tuple[str, str]], flows: Flows, resample: bool) ->
                 do="leave this cut out",
             )
     return Alignment(tuple(pairs), (), resample=resample)
+
+
+def _last(totals: Sequence[int]) -> int:
+    """Of a model of one op there are none."""
+    return totals[-1] if totals else 0
 
 
 def _apart(teacher: list[Cut], student: list[Cut]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from ..errors import SplitError
 from ..graph import Arguments, Captured, capture
 from ..graph.state import unwrapped
 from .adapters import Adapter
@@ -160,6 +161,13 @@ def split(
     captured = capture(teacher, arguments[0], train=False), capture(student, arguments[1])
     outputs = paired_outputs(*captured)
     flows = flows_of(*captured, outputs)
+    for whose, flow in zip(("teacher", "student"), flows, strict=True):
+        if flow.output not in flow.order:
+            raise SplitError(
+                f"The {whose} computes nothing.",
+                given=f"its output is '{flow.output.name}'",
+                expected="a model with weights",
+            )
     last = output_adapter(flows)
     whole = candidates or {}
     found = given_cuts(cuts, flows, resample) if cuts is not None else found_cuts(flows, blocks, resample, whole)

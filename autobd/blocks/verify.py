@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import VerifyError
+from ..errors import AutobdError, InputError, VerifyError
 from ..graph import Arguments, Captured
 from ..graph.state import identical, module_tensors, untouched, written
 from ..tables import table
@@ -96,7 +96,7 @@ def verify_blocks(captured: Captured, output: str, blocks: list[Block], rows: in
         rows: how many rows of the example to use.
         whose: "teacher" (compared in eval mode, without gradients) or "student" (also in train mode, with gradients).
 
-    Errors: VerifyError names the mode and the quantity that differs.
+    Errors: VerifyError names the mode and the quantity that differs; InputError for a model that itself fails.
     """
     checks: list[Check] = []
     notes: list[str] = []
@@ -108,7 +108,17 @@ def verify_blocks(captured: Captured, output: str, blocks: list[Block], rows: in
         if mode == "train" and not captured.same_in_train:
             notes.append("student: verified in eval mode alone, train mode has auxiliary heads")
             continue
-        whole = _outcome(captured, mode, trained, partial(_whole, captured, arguments, output))
+        try:
+            whole = _outcome(captured, mode, trained, partial(_whole, captured, arguments, output))
+        except AutobdError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"The {whose} fails on its own example, in {mode} mode.",
+                given=f"{type(error).__name__}: {error}",
+                expected="a model that runs as it is",
+                do="see the traceback above; do its weights and the data have one dtype?",
+            ) from error
         set_mode(bound, mode == "train")
         parts = _outcome(captured, mode, trained, partial(run_blocks, bound, blocks, arguments))
         if not trained:

@@ -218,11 +218,20 @@ def open(cluster: Cluster, timeout: float = 300.0, threads: int | None = None) -
         timeout: seconds after which a rank that does not answer is an error.
         threads: of each rank on a CPU; default: the cores, shared evenly (a single rank keeps what is set).
 
-    Errors: RankError if a rank does not start.
+    Errors: InputError for a `timeout` or `threads` that is none; RankError if a rank does not start.
     """
+    check_limits(timeout, threads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = len(cluster.devices)
     return Group(cluster, timeout, threads or (max(1, cores // ranks) if ranks > 1 else None))
+
+
+def check_limits(timeout: object, threads: object) -> None:
+    """Errors: InputError for what are no seconds, or no number of threads."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise InputError("timeout= is no time.", given=repr(timeout), expected="seconds, more than 0")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise InputError("threads= is no number of threads.", given=repr(threads), expected="at least 1, or None")
 
 
 def _sendable(job: object, whose: str) -> bytes:

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..cluster import Cluster
 from ..errors import InputError, RankError
 from .control import Report, post, posted, receive_bytes, send_bytes
-from .group import Group
+from .group import Group, check_limits
 from .peers import ALL, Groups
 from .pickling import dumps, loads
 from .waiting import Lost, Patience, Waiter
@@ -40,10 +40,11 @@ class Joined(Group):
         devices: as for `distill`; "auto": each process's GPU by `LOCAL_RANK`, else the CPU.
         timeout, threads: as for `open`.
 
-    Errors: InputError if `devices` are not as many as the processes.
+    Errors: InputError if `devices` are not as many as the processes, for a `timeout` or `threads` that is none.
     """
 
     def __init__(self, devices: Any, timeout: float, threads: int | None) -> None:
+        check_limits(timeout, threads)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher's store remembers those before
         if not dist.is_initialized():
             store, rank, world = next(rendezvous("env://"))

@@ -42,12 +42,19 @@ class BlockRecipe:
     target_loss: TargetLoss | None = None
 
     def make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-        """For parameters by name; None for a block with nothing to train."""
+        """For parameters by name; None for a block with nothing to train. Errors: InputError."""
         if not parameters:
             return None
         lr, groups = self.lr_at(0.0), self._grouped(parameters)
         plain = len(groups) == 1 and len(groups[0]) == 1
-        optimizer = self.optimizer(groups[0]["params"] if plain else groups, lr=lr)
+        optimizer = self._asked("optimizer", self.optimizer, groups[0]["params"] if plain else groups, lr=lr)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"Recipe.optimizer makes no optimizer for block {self.block}.",
+                given=type(optimizer).__name__,
+                expected="a torch.optim.Optimizer",
+                do="pass a class such as torch.optim.SGD, or functools.partial of one",
+            )
         if not plain:
             self.set_rate(optimizer, 0.0)
         return optimizer
@@ -58,11 +65,31 @@ class BlockRecipe:
             group["lr"] = self.lr_at(progress) * group.get("lr_scale", 1.0)
 
     def lr_at(self, progress: float) -> float:
-        return float(self.lr(self.block, progress)) if callable(self.lr) else float(self.lr)
+        if not callable(self.lr):
+            return float(self.lr)
+        found = self._asked("lr", self.lr, self.block, progress)
+        try:
+            return float(found)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"Recipe.lr gives no learning rate for block {self.block} at progress {progress:g}.",
+                given=repr(found),
+                expected="a number",
+            ) from None
 
-    @staticmethod
-    def _chosen(groups: Groups, name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
-        found = groups(name, parameter)
+    def _asked(self, field: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """What the user's function returns. Errors: InputError where it fails."""
+        try:
+            return function(*arguments, **options)
+        except Exception as error:
+            raise InputError(
+                f"Recipe.{field} fails for block {self.block}.",
+                given=f"{type(error).__name__}: {error}",
+                do="see the traceback above",
+            ) from error
+
+    def _chosen(self, groups: Groups, name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+        found = self._asked("groups", groups, name, parameter)
         if found is not None and (not isinstance(found, Mapping) or {"lr", "params"} & set(found)):
             raise InputError(
                 f"Recipe.groups gives no options for {name}.",

@@ -1,6 +1,13 @@
 """Epochs: data, the training loop, history."""
 
-from .asked import asked_finish, asked_recalibration, check_candidates, with_block_input
+from .asked import (
+    asked_finish,
+    asked_recalibration,
+    asked_recipe,
+    check_candidates,
+    check_options,
+    with_block_input,
+)
 from .callbacks import Callback, Run
 from .checkpoint import Checkpoint, asked_checkpoint, asked_resume
 from .choice import Score, Scores, check_budget
@@ -37,11 +44,13 @@ __all__ = [
     "asked_checkpoint",
     "asked_finish",
     "asked_recalibration",
+    "asked_recipe",
     "asked_resume",
     "check_batch",
     "check_budget",
     "check_candidates",
     "check_like",
+    "check_options",
     "in_order",
     "random_batches",
     "signals",

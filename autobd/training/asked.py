@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,27 @@ from ..recipe import Budget, Finish, Recipe
 from .data import Batches
 
 _RECALIBRATION = 50  # batches
+
+
+def check_options(init: Any, callbacks: Any, seed: Any, flags: Mapping[str, Any]) -> None:
+    """Errors: InputError for values that are none of these options'; `flags` are True or False."""
+    if init is not None and not (isinstance(init, str) and init == "teacher"):
+        raise InputError("init= names no way to start.", given=repr(init), expected='"teacher" or None')
+    if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Sequence):
+        raise InputError("callbacks= is no list.", given=type(callbacks).__name__, do="pass [callback]")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError("seed= is no seed.", given=repr(seed), expected="a whole number from 0 to 2**63 - 1")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name}= is a switch.", given=repr(value), expected="True or False")
+
+
+def asked_recipe(given: Any, epochs: Any) -> Recipe:
+    """The recipe, with the call's own `epochs`. Errors: InputError."""
+    recipe = Recipe() if given is None else given
+    if not isinstance(recipe, Recipe):
+        raise InputError("recipe= is no recipe.", given=repr(recipe), expected="Recipe(...) or None")
+    return recipe if epochs is None else replace(recipe, epochs=epochs)
 
 
 def asked_finish(given: Any, batches: Batches, hybrid: bool) -> Finish | None:

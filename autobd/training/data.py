@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..graph import Arguments, declared_example
 from .draws import states
 
 _DEFAULT_BATCH, _SMOKE_BATCH, _SMOKE_STEPS = 32, 8, 10
+_NOTHING = object()
 
 ToArguments = Callable[[Any], Arguments]
 
@@ -30,7 +32,15 @@ class Batches:
     """
 
     def __init__(self, data: Any, batch_size: int | None, seed: int) -> None:
+        if batch_size is not None and (
+            not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1
+        ):
+            raise InputError(
+                "batch_size= is no number of rows.", given=repr(batch_size), expected="at least 1, or None"
+            )
         if isinstance(data, Tensor):
+            if not data.dim():
+                raise InputError("The data has no rows.", given="a tensor of no dimensions", expected="samples")
             data = TensorDataset(data)
         if isinstance(data, Dataset):
             generator = torch.Generator().manual_seed(seed)
@@ -56,7 +66,8 @@ class Batches:
                 expected="a DataLoader, Dataset, tensor or iterable of batches",
             )
         self.data = data
-        self.one_shot = iter(data) is data
+        with _reading(data):
+            self.one_shot = iter(data) is data
         self._started: Iterator[Any] | None = None
         self._counted: int | None = None  # in an epoch that was read to its end
         self.drawn: dict[str, Any] = {}  # random states when the epoch that is read began
@@ -72,13 +83,11 @@ class Batches:
     def first(self) -> Any:
         """The first batch; the first epoch starts with it."""
         self.drawn = states(self.data)
-        iterator = iter(self.data)
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            raise InputError(
-                "The data has no batch.", given=type(self.data).__name__, expected="at least one batch"
-            ) from None
+        with _reading(self.data):
+            iterator = iter(self.data)
+            batch = next(iterator, _NOTHING)
+        if batch is _NOTHING:
+            raise InputError("The data has no batch.", given=type(self.data).__name__, expected="at least one batch")
         self._started = _chain(batch, iterator)
         return batch
 
@@ -104,6 +113,20 @@ class Batches:
                 expected="data that can be read once per epoch",
                 do="pass a DataLoader, Dataset or list, or epochs=1",
             )
+
+
+@contextmanager
+def _reading(data: Any) -> Iterator[None]:
+    """Errors: InputError where the data's own code fails."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(
+            "The data cannot be read.",
+            given=f"{type(data).__name__}, which raises {type(error).__name__}: {error}",
+            expected="data that gives batches",
+            do="see the traceback above",
+        ) from error
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

@@ -66,9 +66,9 @@ class Feed:
         self.done += 1
         self._in_epoch += 1
 
-    def pending(self, together: int) -> bool:
-        """Whether, after the next batch, gradients wait for more of them; `together`: batches of one step."""
-        return (self._in_epoch + 1) % together != 0
+    def pending(self, together: int, more: int = 0) -> bool:
+        """Whether, after `more` batches from here, gradients wait for others; `together`: batches of one step."""
+        return (self._in_epoch + more) % together != 0
 
     def state(self) -> dict[str, Any]:
         """Where it is: see `go_on`."""

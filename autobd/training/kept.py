@@ -76,7 +76,7 @@ class Kept:
     def _save_after_step(self) -> bool:
         """Whether a checkpoint is made after the step that comes now, and a place for it."""
         writer, step = self.writer, self.feed.done + 1
-        if writer is None or writer.busy or self.feed.pending(self._together):
+        if writer is None or writer.busy or self.feed.pending(self._together, more=1):
             return False
         if not (self._signals.asked or writer.due.at_step(step)):
             return False

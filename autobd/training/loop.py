@@ -152,8 +152,11 @@ class Loop(Kept):
 
     @property
     def _goes_over(self) -> bool:
-        """Whether the next step gives blocks the student's own boundary, which this program does not bring them."""
-        return not self.program.own_input and self._progress < 1 and self.task.recipe.own_input(self._progress) > 0
+        """Whether the next step gives blocks the student's own boundary, which this program does not bring them. Never
+        between batches that one step of an optimizer is made of: their gradients do not move."""
+        if self.program.own_input or self._progress >= 1 or self.feed.pending(self._together):
+            return False
+        return self.task.recipe.own_input(self._progress) > 0
 
     def _collect(self, rank: Rank, job: Job, collector: Collector) -> None:
         """Bring what training has changed together, between two steps."""

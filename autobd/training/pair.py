@@ -48,6 +48,10 @@ class ToPair:
             raise InputError(
                 "inputs= is not a pair.", given=repr(inputs), expected="(for_teacher, for_student), callables or None"
             )
+        if inputs is not None and not all(f is None or callable(f) for f in inputs):
+            raise InputError("inputs= holds no function.", given=repr(inputs), expected="callables or None")
+        if targets is not None and not callable(targets):
+            raise InputError("targets= is no function.", given=repr(targets), expected="a callable from a batch")
         positional = len(example) if isinstance(example, (tuple, list)) and inputs is None else None
         functions = (inputs[0], inputs[1]) if inputs is not None else (None, None)
         return cls((called_as(teacher), called_as(student)), functions, positional, targets, wanted)
@@ -57,7 +61,7 @@ class ToPair:
         teacher, student = (
             Arguments.from_batch(batch, model, self.positional)
             if function is None
-            else Arguments.of(function(batch), model)
+            else Arguments.of(_given("inputs", function, batch), model)
             for model, function in zip(self.models, self.functions, strict=True)
         )
         if not self.wanted:
@@ -83,7 +87,7 @@ class ToPair:
         """Errors: InputError for a batch without targets."""
         found: Any
         if self.targets is not None:
-            found = self.targets(batch)
+            found = _given("targets", self.targets, batch)
         elif isinstance(batch, Mapping):
             found = next((batch[name] for name in sorted(TARGET_NAMES) if name in batch), None)
         else:
@@ -96,3 +100,15 @@ class ToPair:
                 do="pass targets=, a callable from a batch to its targets, or leave target_loss= and validate= out",
             )
         return found
+
+
+def _given(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
+    """What the user's function makes of a batch. Errors: InputError where it fails."""
+    try:
+        return function(batch)
+    except Exception as error:
+        raise InputError(
+            f"{name}= fails on a batch.",
+            given=f"{type(batch).__name__}, for which it raises {type(error).__name__}: {error}",
+            do="see the traceback above",
+        ) from error

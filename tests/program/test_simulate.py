@@ -89,7 +89,10 @@ def test_a_real_run_goes_as_it_was_simulated():
         return nn.Sequential(nn.Conv2d(3, 16, 1), *parts)
 
     batch = torch.randn(16, 3, 64, 64)
-    result = autobd.distill(images(1), images(3), [batch] * 12, devices=2, strategy="tr+dpu", threads=1, progress=False)
+    result = autobd.distill(
+        images(1), images(3), [batch] * 12, devices=2, strategy="tr+dpu", threads=1, progress=False,
+        recipe=autobd.Recipe(block_input="teacher"),  # one program from first to last
+    )  # fmt: skip
     expected = simulate(result.program, result.profile, 12)
 
     def order(trace, step):

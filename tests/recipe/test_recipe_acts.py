@@ -255,6 +255,21 @@ def test_groups_that_give_no_options_are_refused(found):
         distilled(Recipe(block_input="teacher", groups=lambda name, parameter: found))
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"lr": lambda block, progress: "x"}, "Recipe.lr gives no learning rate for block 0"),
+        ({"lr": lambda block, progress: 1 / 0}, "(?s)Recipe.lr fails for block 0.*ZeroDivisionError"),
+        ({"groups": lambda name, parameter: 1 / 0}, "(?s)Recipe.groups fails for block 0.*ZeroDivisionError"),
+        ({"optimizer": lambda parameters, lr: None}, "Recipe.optimizer makes no optimizer for block 0"),
+        ({"optimizer": lambda parameters: None}, "(?s)Recipe.optimizer fails for block 0.*TypeError"),
+    ],
+)
+def test_functions_of_a_recipe_that_fail_are_named(fields, said):
+    with pytest.raises(InputError, match=said):
+        distilled(Recipe(block_input="teacher", **fields))
+
+
 class Endless:
     """Batches, without a length."""
 

@@ -114,6 +114,11 @@ def test_models_of_timm_and_torchvision_declare_their_input():
         ([SAMPLES], {"devices": 0}, "no number of devices"),
         ([SAMPLES], {"devices": []}, "names none"),
         ([SAMPLES], {"devices": "cuda:99"}, "No such GPU"),
+        ([SAMPLES], {"devices": "meta"}, "No such device"),
+        ([SAMPLES], {"devices": "xpu:3"}, "No such device"),
+        ([SAMPLES], {"seed": 2**70}, "no seed"),
+        ([SAMPLES], {"threads": -1}, "no number of threads"),
+        ([SAMPLES], {"timeout": 0}, "no time"),
         ([SAMPLES], {"devices": "gpu"}, "No such device"),
     ],
 )
