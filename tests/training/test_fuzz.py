@@ -170,7 +170,8 @@ def check(teacher, student, options):
         assert list(model.state_dict()) == list(state) or options.get("candidates")
 
 
-FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=EXAMPLES)
+# What a run of the suite tries is the same each time; the slow test goes further, elsewhere each time.
+FUZZ = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), max_examples=EXAMPLES)
 
 
 @pytest.mark.timeout(300)
@@ -190,7 +191,7 @@ def test_pairs_of_anything_are_taken_or_refused(teacher, student, same):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@settings(FUZZ, max_examples=40 * EXAMPLES)
+@settings(FUZZ, derandomize=False, max_examples=40 * EXAMPLES)
 @given(st.sampled_from(MODELS), st.sampled_from(MODELS), arguments)
 def test_anything_with_anything(teacher, student, options):
     check(teacher(), student(), options)
