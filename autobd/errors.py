@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class AutobdError(Exception):
@@ -70,6 +71,19 @@ class LossError(AutobdError):
 
 class NonFiniteError(LossError):
     """A loss or gradient that is NaN or infinite."""
+
+
+@contextmanager
+def users_code(problem: str, expected: object = None) -> Iterator[None]:
+    """Around code that is not autobd's. Errors: InputError with `problem` for what it raises, AutobdError as it is."""
+    try:
+        yield
+    except AutobdError:
+        raise
+    except Exception as error:
+        raise InputError(
+            problem, given=f"{type(error).__name__}: {error}", expected=expected, do="see the traceback above"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import AutobdError, InputError, VerifyError
+from ..errors import VerifyError, users_code
 from ..graph import Arguments, Captured
 from ..graph.state import identical, module_tensors, untouched, written
 from ..tables import table
@@ -108,17 +108,11 @@ def verify_blocks(captured: Captured, output: str, blocks: list[Block], rows: in
         if mode == "train" and not captured.same_in_train:
             notes.append("student: verified in eval mode alone, train mode has auxiliary heads")
             continue
-        try:
+        with users_code(
+            f"The {whose} fails on its own example, in {mode} mode.",
+            expected="a model that runs as it is, with weights and data of one dtype",
+        ):
             whole = _outcome(captured, mode, trained, partial(_whole, captured, arguments, output))
-        except AutobdError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"The {whose} fails on its own example, in {mode} mode.",
-                given=f"{type(error).__name__}: {error}",
-                expected="a model that runs as it is",
-                do="see the traceback above; do its weights and the data have one dtype?",
-            ) from error
         set_mode(bound, mode == "train")
         parts = _outcome(captured, mode, trained, partial(run_blocks, bound, blocks, arguments))
         if not trained:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import InputError, users_code
 from .losses import Loss
 from .target_loss import TargetLoss
 
@@ -79,14 +79,8 @@ class BlockRecipe:
 
     def _asked(self, field: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """What the user's function returns. Errors: InputError where it fails."""
-        try:
+        with users_code(f"Recipe.{field} fails for block {self.block}."):
             return function(*arguments, **options)
-        except Exception as error:
-            raise InputError(
-                f"Recipe.{field} fails for block {self.block}.",
-                given=f"{type(error).__name__}: {error}",
-                do="see the traceback above",
-            ) from error
 
     def _chosen(self, groups: Groups, name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
         found = self._asked("groups", groups, name, parameter)

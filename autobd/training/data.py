@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ..errors import InputError
+from ..errors import InputError, users_code
 from ..graph import Arguments, declared_example
 from .draws import states
 
 _DEFAULT_BATCH, _SMOKE_BATCH, _SMOKE_STEPS = 32, 8, 10
 _NOTHING = object()
+_UNREADABLE = "The data cannot be read."
 
 ToArguments = Callable[[Any], Arguments]
 
@@ -66,7 +66,7 @@ class Batches:
                 expected="a DataLoader, Dataset, tensor or iterable of batches",
             )
         self.data = data
-        with _reading(data):
+        with users_code(_UNREADABLE):
             self.one_shot = iter(data) is data
         self._started: Iterator[Any] | None = None
         self._counted: int | None = None  # in an epoch that was read to its end
@@ -83,7 +83,7 @@ class Batches:
     def first(self) -> Any:
         """The first batch; the first epoch starts with it."""
         self.drawn = states(self.data)
-        with _reading(self.data):
+        with users_code(_UNREADABLE):
             iterator = iter(self.data)
             batch = next(iterator, _NOTHING)
         if batch is _NOTHING:
@@ -113,20 +113,6 @@ class Batches:
                 expected="data that can be read once per epoch",
                 do="pass a DataLoader, Dataset or list, or epochs=1",
             )
-
-
-@contextmanager
-def _reading(data: Any) -> Iterator[None]:
-    """Errors: InputError where the data's own code fails."""
-    try:
-        yield
-    except Exception as error:
-        raise InputError(
-            "The data cannot be read.",
-            given=f"{type(data).__name__}, which raises {type(error).__name__}: {error}",
-            expected="data that gives batches",
-            do="see the traceback above",
-        ) from error
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, users_code
 from ..graph import Arguments, called_as
 from ..graph.arguments import TARGET_NAMES
 
@@ -61,12 +61,19 @@ class ToPair:
         teacher, student = (
             Arguments.from_batch(batch, model, self.positional)
             if function is None
-            else Arguments.of(_given("inputs", function, batch), model)
+            else Arguments.of(called("inputs", function, batch), model)
             for model, function in zip(self.models, self.functions, strict=True)
         )
         if not self.wanted:
             return teacher, student, Arguments()
-        found = self.targets_of(batch)
+        found = self._targets(batch)
+        if not isinstance(found, Tensor):
+            raise InputError(
+                "A batch has no targets.",
+                given=f"{type(batch).__name__}, targets {type(found).__name__}",
+                expected="(inputs, targets), or a dict with labels",
+                do="pass targets=, a callable from a batch to its targets, or leave target_loss= and validate= out",
+            )
         if not found.ndim or found.shape[0] != student.rows:
             raise InputError(
                 "The targets are not one for each row.",
@@ -83,32 +90,20 @@ class ToPair:
         used = (len(Arguments.from_batch(batch, m, self.positional).args) for m in self.models)
         return 1 if isinstance(batch[0], (tuple, list, Mapping)) else max(used)
 
-    def targets_of(self, batch: Any) -> Tensor:
-        """Errors: InputError for a batch without targets."""
-        found: Any
+    def targets_of(self, batch: Any) -> Tensor | None:
+        """None for a batch without targets. Errors: InputError where `targets` fails."""
+        found = self._targets(batch)
+        return found if isinstance(found, Tensor) else None
+
+    def _targets(self, batch: Any) -> Any:
         if self.targets is not None:
-            found = _given("targets", self.targets, batch)
-        elif isinstance(batch, Mapping):
-            found = next((batch[name] for name in sorted(TARGET_NAMES) if name in batch), None)
-        else:
-            found = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > self._inputs(batch) else None
-        if not isinstance(found, Tensor):
-            raise InputError(
-                "A batch has no targets.",
-                given=f"{type(batch).__name__}, targets {type(found).__name__}",
-                expected="(inputs, targets), or a dict with labels",
-                do="pass targets=, a callable from a batch to its targets, or leave target_loss= and validate= out",
-            )
-        return found
+            return called("targets", self.targets, batch)
+        if isinstance(batch, Mapping):
+            return next((batch[name] for name in sorted(TARGET_NAMES) if name in batch), None)
+        return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > self._inputs(batch) else None
 
 
-def _given(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
+def called(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
     """What the user's function makes of a batch. Errors: InputError where it fails."""
-    try:
+    with users_code(f"{name}= fails on a batch ({type(batch).__name__})."):
         return function(batch)
-    except Exception as error:
-        raise InputError(
-            f"{name}= fails on a batch.",
-            given=f"{type(batch).__name__}, for which it raises {type(error).__name__}: {error}",
-            do="see the traceback above",
-        ) from error

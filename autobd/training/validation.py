@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ..errors import InputError
+from ..errors import InputError, users_code
+from .pair import called
 
 Function = Callable[[Any, Any], Any]
 
@@ -90,9 +91,10 @@ class Validation:
         if isinstance(data, Dataset):
             data = DataLoader(data, self.batch_size)
         count = 0
-        for batch in data:
-            count += 1
-            yield batch
+        with users_code("The data to validate with cannot be read."):
+            for batch in data:
+                count += 1
+                yield batch
         if not count:
             raise InputError("The data to validate with has no batch.", given=type(data).__name__)
 
@@ -101,12 +103,8 @@ class Validation:
         fits(next(self.batches()))
 
     def targets_of(self, batch: Any, default: Callable[[Any], Any]) -> Any:
-        if self.targets is not None:
-            return self.targets(batch)
-        try:
-            return default(batch)
-        except InputError:
-            return None
+        """What the metrics are given; `default`: where `targets` is None. Errors: InputError where `targets` fails."""
+        return default(batch) if self.targets is None else called("Validation.targets", self.targets, batch)
 
 
 class Scores:

@@ -29,7 +29,8 @@ class Endless:
 
 
 def distilled(block_input=None, data=None, student=None, devices=1, **options):
-    fields = {name: options.pop(name) for name in ("keep_best", "epochs", "steps", "lr", "patience") if name in options}
+    of_recipe = ("keep_best", "epochs", "steps", "lr", "patience", "accumulate")
+    fields = {name: options.pop(name) for name in of_recipe if name in options}
     recipe = Recipe(logits=False, block_input=block_input, **fields)
     return autobd.distill(
         mlp(16), student or mlp(4, seed=1), data or batches(), cuts=CUTS, recipe=recipe, devices=devices, threads=1,
@@ -37,9 +38,10 @@ def distilled(block_input=None, data=None, student=None, devices=1, **options):
     )  # fmt: skip
 
 
-def plainly(student, lr=1e-3):
+def plainly(student, lr=1e-3, accumulate=1):
     """Every block by itself: in the first half on the teacher's boundary, then on what the student's block before it
-    gives."""
+    gives, from the first batch of an update on."""
+    over = -(-STEPS // (2 * accumulate)) * accumulate
     teacher = mlp(16).eval()
     optimizers = [torch.optim.AdamW(block.parameters(), lr) for block in student]
     scales = [None] * 3
@@ -51,12 +53,13 @@ def plainly(student, lr=1e-3):
         for b in range(3):
             given = own[b]
             output = student[b](given)
-            if step >= STEPS / 2 and b < 2:
+            if step >= over and b < 2:
                 own[b + 1] = output.detach()
             loss = row_losses(output, targets[b]).mean() / scales[b]
-            optimizers[b].zero_grad()
-            loss.backward()
-            optimizers[b].step()
+            (loss / accumulate).backward()
+            if (step + 1) % accumulate == 0:
+                optimizers[b].step()
+                optimizers[b].zero_grad()
     return student
 
 
@@ -74,6 +77,13 @@ def test_the_second_half_is_on_the_students_own_boundary(devices, strategy):
         assert_equal_state(found.student, expected)
     assert found.program.own_input
     assert not found.notes
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_it_does_not_change_between_batches_that_make_one_update(devices):
+    found = distilled(devices=devices, strategy="tr+dpu", accumulate=2)
+    assert_equal_state(found.student, plainly(mlp(4, seed=1), accumulate=2))
 
 
 @pytest.mark.timeout(60)

@@ -1,5 +1,7 @@
 """`distill` takes data of every kind, whole batches only, and says what it cannot use."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from networks import mlp
@@ -7,10 +9,27 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autobd
-from autobd.errors import InputError
+from autobd.errors import InputError, SplitError
 
 SAMPLES = torch.randn(10, 6)
 LABELS = torch.randint(0, 3, (10,))
+VALIDATION = autobd.Validation([(SAMPLES, LABELS)], {"size": lambda output, targets: output.norm()})
+
+
+class Raises:
+    def __iter__(self):
+        raise RuntimeError("no data")
+
+
+class Idle(nn.Module):
+    """Has weights and gives back what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x
 
 
 class Stream(IterableDataset):
@@ -19,7 +38,8 @@ class Stream(IterableDataset):
 
 
 def run(data, **kwargs):
-    return autobd.distill(mlp(16), mlp(4, seed=1), data, cuts=[("0", "0")], progress=False, **kwargs)
+    options = {"cuts": [("0", "0")], "progress": False, **kwargs}
+    return autobd.distill(mlp(16), mlp(4, seed=1), data, **options)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +128,29 @@ def test_models_of_timm_and_torchvision_declare_their_input():
         ([SAMPLES, SAMPLES.double()], {}, "does not fit the teacher"),
         ([SAMPLES, {"nothing": SAMPLES}], {}, "no tensor with a batch dimension"),
         ([()], {}, "batch is empty"),
+        (torch.tensor(1.0), {}, "no rows"),
+        (Raises(), {}, "(?s)cannot be read.*RuntimeError: no data"),
+        (SAMPLES, {"batch_size": -1}, "no number of rows"),
+        ([SAMPLES.double()], {}, "(?s)teacher fails on its own example.*one dtype"),
         ([SAMPLES], {"inputs": 3}, "inputs= is not a pair"),
+        ([SAMPLES], {"inputs": (1, None)}, "inputs= holds no function"),
+        ([SAMPLES], {"inputs": (lambda batch: 1 / 0, None)}, "(?s)inputs= fails on a batch.*ZeroDivisionError"),
+        ([SAMPLES], {"targets": 3}, "targets= is no function"),
+        (
+            [SAMPLES],
+            {"targets": lambda batch: 1 / 0, "validate": VALIDATION},
+            "(?s)targets= fails on a batch.*ZeroDivisionError",
+        ),
+        (
+            [SAMPLES],
+            {"validate": replace(VALIDATION, targets=lambda batch: 1 / 0)},
+            "(?s)Validation.targets= fails on a batch.*ZeroDivisionError",
+        ),
+        ([SAMPLES], {"validate": replace(VALIDATION, data=Raises())}, "(?s)validate with cannot be read.*no data"),
+        ([SAMPLES], {"callbacks": "x"}, "callbacks= is no list"),
+        ([SAMPLES], {"recipe": 3}, "recipe= is no recipe"),
+        ([SAMPLES], {"progress": 3}, "progress= is a switch"),
+        ([SAMPLES], {"cuts": 3}, "cuts= holds something else"),
         ([SAMPLES], {"epochs": 0}, "epochs is no count"),
         ([SAMPLES], {"strategy": "trdpu"}, "No such strategy"),
         ([SAMPLES], {"devices": 0}, "no number of devices"),
@@ -125,6 +167,13 @@ def test_models_of_timm_and_torchvision_declare_their_input():
 def test_data_and_options_that_cannot_be_used(data, kwargs, message):
     with pytest.raises(InputError, match=message):
         run(data, **kwargs)
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_models_that_compute_nothing_are_refused(whose):
+    models = [Idle() if whose == i else mlp(4) for i in range(2)]
+    with pytest.raises(SplitError, match=f"The {('teacher', 'student')[whose]} computes nothing"):
+        autobd.distill(*models, [SAMPLES], progress=False)
 
 
 def test_dicts_are_read_by_key_whatever_their_order():
