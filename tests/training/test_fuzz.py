@@ -98,7 +98,9 @@ GOOD = {
     "targets": [lambda b: b[1], lambda b: None, lambda b: "x", lambda b: 1 / 0],
     "own_rows": [True, False],
     "validate": [
-        *(PAIRS, autobd.Validation(PAIRS, {"size": lambda o, t: o.norm()}), autobd.Validation([], {}), BATCHES, Raises()),
+        *(PAIRS, autobd.Validation(PAIRS, {"size": lambda o, t: o.norm()}), autobd.Validation([], {})),
+        BATCHES,
+        Raises(),
     ],
     "recalibrate": [True, 1],
     "finish": [1, autobd.Finish(1), autobd.Finish(1, loss="ce"), autobd.Finish(1, loss=lambda o, t: "x")],
