@@ -19,14 +19,16 @@ import autobd
 from autobd import ranks
 from autobd.cluster import Cluster
 from autobd.costs import analytic
-from autobd.graph import Arguments
 from autobd.parts import parts_of
 from autobd.planner import plan
 from autobd.program import build
 from autobd.runtime import Rank
 from autobd.training import Batches
+from autobd.training.bars import bars
 from autobd.training.jobs import Job, follow, jobs
 from autobd.training.loop import Loop
+from autobd.training.pair import ToPair
+from autobd.training.task import Task
 
 BATCH = torch.randn(8, 16)
 
@@ -37,16 +39,13 @@ class EmptyBlocks(Rank):
     def teacher_forward(self, block, inputs, boundary):
         return boundary or (inputs.teacher[0],)
 
-    def student_forward(self, block, inputs, boundary, target):
-        self.students[block].nothing()
+    def student_forward(self, block, *given, **options):
+        self.students[block].begin()
 
-    def student_boundary(self, block):
-        return None
-
-    def student_backward(self, block, loss):
+    def student_backward(self, block, *given, **options):
         pass
 
-    def update(self, block):
+    def update(self, block, *given, **options):
         pass
 
 
@@ -76,17 +75,18 @@ def network():
 
 def empty_step(group, strategy, steps):
     """Median seconds of a step with empty blocks."""
-    split = autobd.split(network(), network(), BATCH, blocks=4)
-    recipe, clock = autobd.Recipe(logits=False), Clock(steps)
+    teacher, student = network(), network()
+    split = autobd.split(teacher, student, BATCH, blocks=4)
+    recipe, clock = autobd.Recipe(logits=False, block_input="teacher"), Clock(steps)
     program = build(plan(analytic(split, group.cluster), strategy), split)
-    given = jobs(program, parts_of(split, split.student.model, recipe), 0)
+    given = jobs(program, parts_of(split, student, recipe), seed=0)
     given = {r: EmptyJob(**{f.name: getattr(job, f.name) for f in fields(job)}) for r, job in given.items()}
-    loop = Loop(
-        split, program, recipe, Batches(clock, None, 0), lambda batch: (Arguments((batch,)), Arguments((batch,))), False
-    )
-    own = given.pop(0)
-    group.run(lambda peers: loop.run(own, peers), {r: partial(follow, job) for r, job in given.items()}, loop.what)
-    return statistics.median(b - a for a, b in pairwise(clock.times[20:]))
+    task = Task(split, recipe, Batches(clock, None, 0), ToPair.of(teacher, student, None, None, BATCH, wanted=False))
+    with bars(False, steps, "run", program.plan) as shown:
+        loop = Loop(task, program, shown)
+        own = given.pop(0)
+        group.run(partial(loop.run, own), {r: partial(follow, job) for r, job in given.items()}, loop.what)
+    return statistics.median(b - a for a, b in pairwise(clock.times[len(clock.times) // 10 :]))
 
 
 def first_step(devices):

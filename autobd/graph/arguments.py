@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +23,26 @@ class Arguments:
     Arguments:
         args: positional arguments, tensors or nested tuples, lists and dicts of them.
         kwargs: keyword arguments, likewise.
+
+    Attributes:
+        tensors: every tensor, in a fixed order: positional first, then keywords.
+        constants: every other value, in the same order; a recording holds for these values only.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    tensors: list[Tensor] = field(init=False, repr=False, compare=False)
+    constants: list[Any] = field(init=False, repr=False, compare=False)
+    _structure: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:  # a batch comes in every step, and mostly holds tensors alone
+        leaves: list[Any] = [*self.args, *self.kwargs.values()]
+        structure: Any = (len(self.args), tuple(self.kwargs))
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
+        object.__setattr__(self, "tensors", [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        object.__setattr__(self, "constants", [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+        object.__setattr__(self, "_structure", structure)
 
     @classmethod
     def of(cls, example: Any, model: nn.Module) -> Arguments:
@@ -62,35 +77,17 @@ class Arguments:
             return cls.of(batch[0], model)
         return cls(tuple(batch[: positional or max(1, _required(model))]))
 
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """Every tensor, in a fixed order: positional first, then keywords."""
-        return [leaf for leaf in self._flat[0] if isinstance(leaf, Tensor)]
-
     @property
     def keys(self) -> list[str]:
         """Where each tensor stands: "[0][1]" is the second positional argument, "[1]['mask']" a keyword."""
         leaves = pytree.tree_leaves_with_path((self.args, self.kwargs))
         return [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
 
-    @cached_property
-    def constants(self) -> list[Any]:
-        """Every value that is not a tensor, in the same order; a recording holds for these values only."""
-        return [leaf for leaf in self._flat[0] if not isinstance(leaf, Tensor)]
-
     def names_equal(self, other: Arguments) -> bool:
         """Whether both have the same structure: as many positional arguments, the same keywords and nested keys."""
-        return self._flat[1] == other._flat[1]
+        return self._structure == other._structure
 
-    @cached_property
-    def _flat(self) -> tuple[list[Any], Any]:
-        """The leaves, and the structure to compare; a batch comes in every step, and mostly holds tensors alone."""
-        leaves = [*self.args, *self.kwargs.values()]
-        if all(isinstance(leaf, Tensor) for leaf in leaves):
-            return leaves, (len(self.args), tuple(self.kwargs))
-        return pytree.tree_flatten((self.args, self.kwargs))
-
-    @cached_property
+    @property
     def rows(self) -> int:
         """The batch size: the first dimension of the first tensor that has one."""
         for tensor in self.tensors:

@@ -27,12 +27,17 @@ class Tape:
         self._times: deque[tuple[int, int, Any, Any]] = deque(maxlen=max(1, _KEPT * instructions))
         self._cuda = device if device.type == "cuda" else None
         self._offset = time.time() - time.perf_counter()
-        self._origin = self._stamp()
+        self._stamp: Callable[[], Any] = time.perf_counter if self._cuda is None else self._event
+        self._origin: Any = self._stamp()
         self._origin_time = time.perf_counter()
+        self._timed: _Timed | None = None
 
     def timed(self, rank: Any) -> Any:
         """`rank` for one step: its instructions are timed as the generated function calls them."""
-        return _Timed(rank, self._times, self._stamp)
+        if self._timed is None:
+            self._timed = _Timed(rank, self._times, self._stamp)
+        self._timed.index = 0
+        return self._timed
 
     def rows(
         self, sent: Iterable[tuple[int, int, float]], arrived: Iterable[tuple[int, int, float]], memory: float
@@ -49,9 +54,7 @@ class Tape:
         rows.append((_HELD, 0, 0, memory, memory))
         return torch.tensor(rows, dtype=torch.float64)
 
-    def _stamp(self) -> Any:
-        if self._cuda is None:
-            return time.perf_counter()
+    def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._cuda))
         return event
@@ -67,18 +70,19 @@ class _Timed:
     """A rank whose instructions are timed, in the order in which they are called."""
 
     def __init__(self, rank: Any, times: deque[tuple[int, int, Any, Any]], stamp: Callable[[], Any]) -> None:
-        self._rank, self._times, self._stamp, self._index = rank, times, stamp, 0
+        self._rank, self._times, self._stamp, self.index = rank, times, stamp, 0
 
     def __getattr__(self, op: str) -> Any:
-        method, index = getattr(self._rank, op), self._index
-        self._index += 1
+        method, rank, note, stamp = getattr(self._rank, op), self._rank, self._times.append, self._stamp
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            start = self._stamp()
+            index, start = self.index, stamp()
             result = method(*arguments, **named)
-            self._times.append((self._rank.header.step, index, start, self._stamp()))
+            note((rank.header.step, index, start, stamp()))
+            self.index = index + 1
             return result
 
+        setattr(self, op, timed)  # found at once from now on
         return timed
 
 

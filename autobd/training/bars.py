@@ -34,6 +34,8 @@ class Bars:
 
     def show(self, history: History) -> None:
         """The steps that are done, and the newest relative losses."""
+        if not self._shown:
+            return
         if history.steps:
             newest = history.relative[-1]
             for bar, a in zip(self._stages, self._plan.assignments, strict=False):
