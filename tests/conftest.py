@@ -3,6 +3,7 @@ own parts."""
 
 import pytest
 import torch
+from opened import close_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -12,6 +13,18 @@ def deterministic():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nothing_open():
+    """For tests that look at the ranks that there are."""
+    close_ranks()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ranks_end_with_the_tests():
+    yield
+    close_ranks()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,10 +12,6 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
-import autobd
-from autobd import ranks as rank_groups
-from autobd.cluster import Cluster
-from autobd.errors import PlanError, SplitError
 from autobd.planner import Assignment, Plan
 
 SIDE, TOKENS, FEATURES, OUTPUTS = 4, 5, 3, 2
@@ -367,26 +363,3 @@ def adapters_of(split):
         for b, pair in enumerate(split.pairs[:-1])
         for t, i in enumerate(pair.student.distilled)
     }
-
-
-class Ranks:
-    """A group that is opened again after a failure, so that hypothesis can go on."""
-
-    def __init__(self, devices):
-        self.devices, self.group = devices, None
-
-    def distill(self, *arguments, **options):
-        if self.group is None:
-            self.group = rank_groups.open(Cluster(self.devices), timeout=20, threads=1)
-        try:
-            return autobd.distill(*arguments, devices=self.group, progress=False, **options)
-        except (PlanError, SplitError):
-            raise  # before anything was run
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self):
-        if self.group is not None:
-            self.group.close()
-        self.group = None

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from opened import open_ranks
 from plain import assert_equal_state
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -53,6 +54,7 @@ def distilled(student=None, recipe=RECIPE, **options):
     loader = DataLoader(Shaken(), 8, shuffle=True, generator=torch.Generator().manual_seed(2))
     defaults = {"devices": 1, "strategy": "tr+dpu", "profile": "analytic", "threads": 1, "progress": False}
     options = {"cuts": CUTS, "data": loader, **defaults, **options}
+    options["devices"] = open_ranks(options["devices"])
     try:
         return student, autobd.distill(net(12, 0), student, options.pop("data"), recipe=recipe, **options)
     except CallbackError:

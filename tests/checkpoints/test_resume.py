@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from opened import open_ranks
 from plain import assert_equal_state
 from small_training import CUTS, EPOCHS, STEPS, Shaken, assert_same_run, distilled, net, started
 from torch import nn
@@ -112,6 +113,7 @@ def test_replicas_go_on_within_rounding(tmp_path):
             nn.init.normal_(p)
         data = [x.double() for x in Shaken().images.split(8)]
         options = {"devices": 2, "strategy": "ir", "threads": 1, "progress": False, **options}
+        options["devices"] = open_ranks(options["devices"])
         try:
             autobd.distill(teacher, student, data, cuts=CUTS, recipe=Recipe(logits=False, epochs=3), **options)
         except CallbackError:

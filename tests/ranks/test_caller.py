@@ -22,6 +22,7 @@ import autobd
 from autobd.ranks.local import _MAIN as MAIN
 from autobd.specs import load_model
 
+pytestmark = pytest.mark.usefixtures("nothing_open")  # it looks at the processes that there are
 TESTS = Path(__file__).parents[1]
 
 # Everything that a script may define itself, and the same training in plain PyTorch beside it.

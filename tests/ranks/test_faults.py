@@ -18,6 +18,7 @@ from processes import children, workers
 import autobd
 from autobd.errors import AutobdError, InputError, NonFiniteError, RankError
 
+pytestmark = pytest.mark.usefixtures("nothing_open")  # it looks at the processes that there are
 NAMES = "012"
 CUTS = [(n, n) for n in NAMES[:-1]]
 STEPS = 6  # of an epoch

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from networks import mlp
+from opened import open_ranks
 from plain import assert_equal_state
 
 import autobd
@@ -29,6 +30,7 @@ def batches(dtype=torch.float32):
 def distilled(recipe, dtype=torch.float32, data=None, **options):
     teacher, student = models(dtype)
     options = {"devices": 1, **options}
+    options["devices"] = open_ranks(options["devices"])
     return autobd.distill(
         teacher, student, batches(dtype) if data is None else data, recipe=recipe, cuts=CUTS, threads=1,
         progress=False, profile="analytic", **options,

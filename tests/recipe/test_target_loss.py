@@ -3,6 +3,7 @@
 import pytest
 import torch
 from networks import mlp
+from opened import open_ranks
 from plain import assert_equal_state
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -32,6 +33,7 @@ def batches(rows=ROWS):
 
 def distilled(recipe, data=None, **options):
     options = {"devices": 1, "recipe": recipe, **options}
+    options["devices"] = open_ranks(options["devices"])
     return autobd.distill(
         *models(), batches() if data is None else data, cuts=CUTS, threads=1, progress=False, profile="analytic",
         **options,

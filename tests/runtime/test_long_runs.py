@@ -13,6 +13,7 @@ from torch import nn
 
 import autobd
 
+pytestmark = pytest.mark.usefixtures("nothing_open")  # it looks at the processes that there are
 STEPS, EVERY = 2000, 200  # the first of these are for what is made once
 MEGABYTES = 4  # of growth, in each process
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from shares import Ranks
+from opened import open_ranks
 from torch import nn
 
 import autobd
@@ -14,13 +14,6 @@ DEVICES = ("cpu",) * 3
 STAGES = [Assignment((0,), (2,), (6,), "relay"), Assignment((1, 2), (0,), (6,), "relay")]
 STAGES += [Assignment((3,), (1,), (6,), "relay")]
 SPLIT = [Assignment((0, 1), (0, 1), (4, 2), "relay"), Assignment((2, 3), (2,), (6,), "relay")]
-
-
-@pytest.fixture(scope="module")
-def group():
-    opened = Ranks(DEVICES)
-    yield opened
-    opened.close()
 
 
 class Layers(nn.Module):
@@ -86,7 +79,7 @@ def rows(model, *counts):
 @pytest.mark.parametrize("block_input", ["teacher", "student"])
 @pytest.mark.parametrize("assignments", [STAGES, SPLIT], ids=["stages", "replicas"])
 @pytest.mark.parametrize("model", [Masked, Table, Folded, Strided])
-def test_many_ranks_train_as_one_does(group, model, assignments, block_input):
+def test_many_ranks_train_as_one_does(model, assignments, block_input):
     teacher, student = model(16, 0).double(), model(4, 1).double()
     alone = copy.deepcopy(student)
     recipe = autobd.Recipe(lr=1e-2, block_input=block_input, logits=False, optimizer=torch.optim.SGD)
@@ -94,7 +87,7 @@ def test_many_ranks_train_as_one_does(group, model, assignments, block_input):
     batches = rows(model, 6, 5, 1)
     one = autobd.distill(teacher, alone, batches, devices=["cpu"], threads=1, progress=False, **options)
     plan = Plan("mine", 6, DEVICES, tuple(assignments))
-    many = group.distill(teacher, student, batches, strategy=plan, **options)
+    many = autobd.distill(teacher, student, batches, devices=open_ranks(3), progress=False, strategy=plan, **options)
     assert [len(p.teacher.returns) for p in many.split.pairs] == [len(p.teacher.returns) for p in one.split.pairs]
     close = {"rtol": 0, "atol": 0} if assignments is STAGES else {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(many.history.losses, one.history.losses, **close)
@@ -104,7 +97,7 @@ def test_many_ranks_train_as_one_does(group, model, assignments, block_input):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("assignments", [STAGES, SPLIT], ids=["stages", "replicas"])
-def test_statistics_of_one_share_are_told(group, assignments):
+def test_statistics_of_one_share_are_told(assignments):
     pair = []
     for width in (8, 4):
         blocks = [nn.Sequential(nn.Linear(5, width), norm, nn.Linear(width, 5)) for norm in (
@@ -112,7 +105,9 @@ def test_statistics_of_one_share_are_told(group, assignments):
         )]  # fmt: skip
         pair.append(nn.Sequential(*blocks))
     plan = Plan("mine", 6, DEVICES, tuple(assignments))
-    notes = group.distill(*pair, [torch.randn(6, 5)], strategy=plan, blocks=4).notes
+    notes = autobd.distill(
+        *pair, [torch.randn(6, 5)], devices=open_ranks(3), progress=False, strategy=plan, blocks=4
+    ).notes
     assert [n.partition(":")[0] for n in notes] == (
         [] if assignments is STAGES else ["the batch is split over replicas or into microbatches in blocks 0"]
     )
@@ -127,21 +122,30 @@ def embedded(width, sparse, dtype=torch.float64):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("assignments", [STAGES, SPLIT], ids=["stages", "replicas"])
-def test_sparse_gradients_are_summed_clipped_and_used_as_dense_ones_are(group, assignments, clip):
+def test_sparse_gradients_are_summed_clipped_and_used_as_dense_ones_are(assignments, clip):
     batches = [torch.randint(0, 20, (6, 5)) for _ in range(3)]
     plan = Plan("mine", 6, DEVICES, tuple(assignments))
     students, losses = [embedded(4, sparse) for sparse in (False, True)], []
     for student in students:
         recipe = autobd.Recipe(lr=0.1, clip=clip, logits=False, optimizer=torch.optim.SGD)
         cuts = [(str(i), str(i)) for i in range(3)]
-        result = group.distill(embedded(16, False), student, batches, strategy=plan, cuts=cuts, recipe=recipe)
+        result = autobd.distill(
+            embedded(16, False),
+            student,
+            batches,
+            devices=open_ranks(3),
+            progress=False,
+            strategy=plan,
+            cuts=cuts,
+            recipe=recipe,
+        )
         losses.append(result.history.losses)
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(students[0].state_dict(), students[1].state_dict(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.timeout(60)
-def test_an_optimizer_for_sparse_gradients_gets_them(group):
+def test_an_optimizer_for_sparse_gradients_gets_them():
     batches = [torch.randint(0, 20, (6, 5)) for _ in range(3)]
     recipe = autobd.Recipe(
         lr=0.1, logits=False, optimizer={0: torch.optim.SparseAdam, 1: torch.optim.SGD, 2: torch.optim.SGD}
@@ -151,6 +155,15 @@ def test_an_optimizer_for_sparse_gradients_gets_them(group):
         student = embedded(4, True)
         plan = Plan("mine", 6, DEVICES, tuple(assignments))
         cuts = [(str(i), str(i)) for i in range(3)]
-        group.distill(embedded(16, False), student, batches, strategy=plan, cuts=cuts, recipe=recipe)
+        autobd.distill(
+            embedded(16, False),
+            student,
+            batches,
+            devices=open_ranks(3),
+            progress=False,
+            strategy=plan,
+            cuts=cuts,
+            recipe=recipe,
+        )
         states.append(student.state_dict())
     torch.testing.assert_close(*states, rtol=1e-10, atol=1e-10)

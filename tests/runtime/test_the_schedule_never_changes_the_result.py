@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from networks import assert_same, fingerprint
-from shares import FEATURES, TOKENS, Model, Part, Ranks, Serial, adapters_of, batches, pairs, plans
+from opened import open_ranks
+from shares import FEATURES, TOKENS, Model, Part, Serial, adapters_of, batches, pairs, plans
 
 import autobd
 from autobd.errors import LossError, PlanError, SplitError
@@ -42,14 +43,7 @@ RECIPES = st.builds(
 )
 
 
-@pytest.fixture(scope="module")
-def group():
-    opened = Ranks(DEVICES)
-    yield opened
-    opened.close()
-
-
-def assert_the_plan_gives_what_the_serial_loop_gives(group, data, image, tied=False, **options):
+def assert_the_plan_gives_what_the_serial_loop_gives(data, image, tied=False, **options):
     teacher, student = data.draw(pairs(image, tied))
     blocks = len(student.parts)
     policy, apart = "first", []
@@ -63,7 +57,7 @@ def assert_the_plan_gives_what_the_serial_loop_gives(group, data, image, tied=Fa
     adapters = data.draw(st.sampled_from(["auto", "matched"]))
     try:
         result = assert_like_serial(
-            group, teacher, student, data.draw(batches(image)), data.draw(RECIPES), data.draw(st.integers(1, 2)),
+            teacher, student, data.draw(batches(image)), data.draw(RECIPES), data.draw(st.integers(1, 2)),
             data.draw(st.integers(0, 9)), strategy=plan, adapters=adapters, ties=policy,
         )  # fmt: skip
     except (PlanError, SplitError) as error:
@@ -72,13 +66,14 @@ def assert_the_plan_gives_what_the_serial_loop_gives(group, data, image, tied=Fa
     assert result.plan == plan
 
 
-def assert_like_serial(group, teacher, student, given_batches, recipe, epochs, seed, **options):
+def assert_like_serial(teacher, student, given_batches, recipe, epochs, seed, **options):
     """Train with `options`, and with the serial loop over the row intervals of the plan that was chosen."""
     mine, before, student_before = copy.deepcopy(student), fingerprint(teacher), fingerprint(student)
     cuts = list(zip(teacher.cuts, student.cuts, strict=True))
-    result = group.distill(
-        teacher, student, given_batches, recipe=recipe, epochs=epochs, seed=seed, cuts=cuts, **options
-    )
+    result = autobd.distill(
+        teacher, student, given_batches, recipe=recipe, epochs=epochs, seed=seed, cuts=cuts, progress=False,
+        devices=open_ranks(len(DEVICES)), **options,
+    )  # fmt: skip
     together = options.get("ties") == "together"
     serial = Serial(teacher, mine, adapters_of(result.split), result.plan, recipe, recipe.own_input, together, seed)
     losses = serial.train(given_batches, epochs)
@@ -102,29 +97,29 @@ def assert_like_serial(group, teacher, student, given_batches, recipe, epochs, s
 @pytest.mark.timeout(60)
 @EXAMPLES
 @given(st.data())
-def test_images_with_batch_norm(group, data):
-    assert_the_plan_gives_what_the_serial_loop_gives(group, data, True)
+def test_images_with_batch_norm(data):
+    assert_the_plan_gives_what_the_serial_loop_gives(data, True)
 
 
 @pytest.mark.timeout(60)
 @EXAMPLES
 @given(st.data())
-def test_tokens_with_layer_norm_and_a_mask(group, data):
-    assert_the_plan_gives_what_the_serial_loop_gives(group, data, False)
+def test_tokens_with_layer_norm_and_a_mask(data):
+    assert_the_plan_gives_what_the_serial_loop_gives(data, False)
 
 
 @pytest.mark.timeout(60)
 @EXAMPLES
 @given(st.data())
-def test_tied_layers(group, data):
-    assert_the_plan_gives_what_the_serial_loop_gives(group, data, False, tied=True)
+def test_tied_layers(data):
+    assert_the_plan_gives_what_the_serial_loop_gives(data, False, tied=True)
 
 
 @pytest.mark.timeout(60)
 @EXAMPLES
 @given(st.data())
-def test_bit_by_bit_where_nothing_is_replicated(group, data):
-    assert_the_plan_gives_what_the_serial_loop_gives(group, data, False, replicas=False)
+def test_bit_by_bit_where_nothing_is_replicated(data):
+    assert_the_plan_gives_what_the_serial_loop_gives(data, False, replicas=False)
 
 
 def tokens(width, seed):
@@ -140,20 +135,20 @@ def some_batches(*rows):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("block_input", ["teacher", "student"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_of_the_paper(group, strategy, block_input):
+def test_every_strategy_of_the_paper(strategy, block_input):
     recipe = autobd.Recipe(lr=1e-2, block_input=block_input, logits=False, optimizer=torch.optim.SGD)
     assert_like_serial(
-        group, tokens(4, 0), tokens(4, 1), some_batches(5, 5, 2, 1), recipe, 2, 3, strategy=strategy, adapters="matched"
+        tokens(4, 0), tokens(4, 1), some_batches(5, 5, 2, 1), recipe, 2, 3, strategy=strategy, adapters="matched"
     )
 
 
 @pytest.mark.timeout(60)
-def test_a_barrier_is_for_the_ranks_that_train(group):
+def test_a_barrier_is_for_the_ranks_that_train():
     stages = [Assignment((0,), (2,), (4,), "relay"), Assignment((1, 2), (1,), (4,), "relay")]
     recipe = autobd.Recipe(logits=False, block_input="teacher")
     for own in (stages, [Assignment((0, 1, 2), (1,), (4,), "relay")]):
         strategy = Plan("tr", 4, DEVICES, tuple(own))
-        assert_like_serial(group, tokens(4, 0), tokens(4, 1), some_batches(4, 4), recipe, 1, 0, strategy=strategy)
+        assert_like_serial(tokens(4, 0), tokens(4, 1), some_batches(4, 4), recipe, 1, 0, strategy=strategy)
 
 
 @pytest.mark.timeout(60)
@@ -166,7 +161,7 @@ def test_losses_that_do_not_add_up_are_refused_where_the_batch_is_split(rows):
         ranks = tuple(range(count))
         strategy = Plan("ir", count, DEVICES[:count], (Assignment((0, 1, 2), ranks, (1,) * count, "store"),))
         return autobd.distill(
-            tokens(4, 0), tokens(4, 1), some_batches(rows, 8), devices=DEVICES[:count], threads=1, strategy=strategy,
+            tokens(4, 0), tokens(4, 1), some_batches(rows, 8), devices=open_ranks(count), threads=1, strategy=strategy,
             recipe=autobd.Recipe(loss=one_value), cuts=[("parts.0", "parts.0"), ("parts.1", "parts.1")],
             progress=False, timeout=20,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from opened import open_ranks
 from torch import nn
 
 import autobd
@@ -21,7 +22,7 @@ def images(depth):
 def run(strategy, devices=2, steps=8, size=32):
     batch = torch.randn(16, 3, size, size)
     return autobd.distill(
-        images(1), images(3), [batch] * steps, devices=devices, strategy=strategy, threads=1, progress=False,
+        images(1), images(3), [batch] * steps, devices=open_ranks(devices), strategy=strategy, progress=False,
         recipe=autobd.Recipe(block_input="teacher"),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from networks import mlp
+from opened import open_ranks
 from plain import assert_equal_state, row_losses
 
 import autobd
@@ -33,7 +34,7 @@ def distilled(block_input=None, data=None, student=None, devices=1, **options):
     fields = {name: options.pop(name) for name in of_recipe if name in options}
     recipe = Recipe(logits=False, block_input=block_input, **fields)
     return autobd.distill(
-        mlp(16), student or mlp(4, seed=1), data or batches(), cuts=CUTS, recipe=recipe, devices=devices, threads=1,
+        mlp(16), student or mlp(4, seed=1), data or batches(), cuts=CUTS, recipe=recipe, devices=open_ranks(devices),
         profile="analytic", progress=False, **options,
     )  # fmt: skip
 

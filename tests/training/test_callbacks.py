@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from networks import mlp
+from opened import open_ranks
 from plain import assert_equal_state
 
 import autobd
@@ -22,6 +23,7 @@ def batches():
 
 def distilled(*callbacks, student=None, **options):
     options = {"devices": 1, "epochs": 3, "recipe": Recipe(logits=True, block_input="teacher"), **options}
+    options["devices"] = open_ranks(options["devices"])
     return autobd.distill(
         mlp(16), mlp(4, seed=1) if student is None else student, batches(), cuts=CUTS, threads=1, progress=False,
         profile="analytic", strategy="tr+dpu", callbacks=callbacks, **options,

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import assert_same, fingerprint
+from opened import open_ranks
 from plain import assert_equal_state, chained, plain_loop
 from torch import nn
 
@@ -68,6 +69,7 @@ def distilled(candidates, student=None, dtype=torch.float32, data=None, **option
             module.to(dtype)
     options = {"cuts": CUTS, "devices": 1, "strategy": "tr+dpu", "profile": "analytic", "threads": 1, **options}
     options = {"recipe": Recipe(block_input="teacher", logits=True, loss=autobd.MSE()), "progress": False, **options}
+    options["devices"] = open_ranks(options["devices"])
     return autobd.distill(Net(0).to(dtype), student, data or batches(dtype), candidates=candidates, **options)
 
 

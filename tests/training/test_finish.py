@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from networks import mlp
+from opened import open_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -30,6 +31,7 @@ def batches(seed=3):
 
 def distilled(finish, **options):
     options = {"devices": 1, "recipe": Recipe(block_input="teacher", logits=True), "data": batches(), **options}
+    options["devices"] = open_ranks(options["devices"])
     return autobd.distill(
         *models(), options.pop("data"), cuts=CUTS, threads=1, progress=False, profile="analytic", finish=finish,
         **options,

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
+from opened import open_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import autobd
-from autobd import ranks
-from autobd.cluster import Cluster
 from autobd.errors import AutobdError, InputError
 from autobd.planner import Assignment, Plan
 
@@ -52,10 +51,9 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def group():
-    with ranks.open(Cluster(DEVICES), threads=1) as opened:
-        yield opened
+    return open_ranks(len(DEVICES))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -112,7 +110,12 @@ def test_rows_of_unequal_sizes_are_refused_with_the_rank(tmp_path):
     pair = [nn.Sequential(copy.deepcopy(m), copy.deepcopy(m)) for m in mlp]
     with pytest.raises(AutobdError, match=r"Rank 1, step 0: this rank's rows of the batch do not look like"):
         autobd.distill(
-            *pair, DataLoader(Ragged(), 8, collate_fn=padded), devices=2, strategy="ir", own_rows=True, progress=False
+            *pair,
+            DataLoader(Ragged(), 8, collate_fn=padded),
+            devices=open_ranks(2),
+            strategy="ir",
+            own_rows=True,
+            progress=False,
         )
 
 

@@ -10,13 +10,12 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from networks import mlp
+from opened import open_ranks
 from plain import assert_equal_state, chained, plain_loop
 from shares import Serial, adapters_of, pairs, plans
 from shares import batches as random_batches
 
 import autobd
-from autobd import ranks
-from autobd.cluster import Cluster
 from autobd.costs import Profile
 from autobd.errors import PlanError, SplitError
 from autobd.program import build
@@ -52,7 +51,7 @@ def run(devices=2, recipe=None, **options):
     costs = costs.on(("cpu",) * devices, costs.kind_of, costs.nodes)
     options = {"strategy": "tr+dpu", "epochs": 4, **options}
     result = autobd.distill(
-        teacher, student, batches(), cuts=CUTS, devices=devices, threads=1, profile=costs, progress=False,
+        teacher, student, batches(), cuts=CUTS, devices=open_ranks(devices), threads=1, profile=costs, progress=False,
         recipe=recipe or autobd.Recipe(block_input="teacher", logits=False, loss={0: Slow(), 1: Slow()}), **options,
     )  # fmt: skip
     return result, student
@@ -118,7 +117,7 @@ def test_frozen_weights_that_came_from_the_teacher_stay_through_a_move_and_are_h
     costs = Profile.of([1.0, 1.0, 6.0], [1.0, 1.0, 6.0], ROWS, devices=2).on(("cpu", "cpu"), (0, 0), (0, 0))
     recipe = autobd.Recipe(block_input="teacher", logits=False, loss={0: Slow(), 1: Slow()}, epochs=3)
     result = autobd.distill(
-        teacher, student, batches(), cuts=CUTS, devices=2, threads=1, profile=costs, progress=False, recipe=recipe,
+        teacher, student, batches(), cuts=CUTS, devices=open_ranks(2), profile=costs, progress=False, recipe=recipe,
         strategy="tr+dpu", init="teacher",
     )  # fmt: skip
     assert any(n.startswith("planned again") for n in result.notes)
@@ -135,12 +134,6 @@ def test_moving_can_be_switched_off():
     assert [a.blocks for a in result.plan.assignments] == [(0, 1), (2,)]
 
 
-@pytest.fixture(scope="module")
-def group():
-    with ranks.open(Cluster(("cpu",) * 3), timeout=20, threads=1) as opened:
-        yield opened
-
-
 @pytest.mark.timeout(120)
 @settings(
     max_examples=int(os.environ.get("AUTOBD_EXAMPLES", "10")), deadline=None,
@@ -148,7 +141,7 @@ def group():
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 @given(st.data())
-def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
+def test_moves_from_any_plan_to_any_other_change_nothing(data):
     tied, image = data.draw(st.booleans()), data.draw(st.booleans())
     teacher, student = data.draw(pairs(image and not tied, tied))
     mine, given_batches = copy.deepcopy(student), data.draw(random_batches(image and not tied))
@@ -164,9 +157,7 @@ def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
         verification = found.verify()
         found = found.fit(found.teacher.example, verification.teacher_writes)
         own_input = recipe.block_input == "student"
-        todo = [
-            data.draw(plans(len(found), group.cluster.devices, replicas=False, microbatched=False)) for _ in range(3)
-        ]
+        todo = [data.draw(plans(len(found), ("cpu",) * 3, replicas=False, microbatched=False)) for _ in range(3)]
         programs = [build(p, found, own_input=own_input) for p in todo]
     except (PlanError, SplitError):
         assume(False)
@@ -177,7 +168,7 @@ def test_moves_from_any_plan_to_any_other_change_nothing(group, data):
             found, recipe, Batches(given_batches, None, 3), arguments, 3, verification.teacher_writes,
             replan=lambda program, trace, stopped: next(moves),
         ),
-        programs[0], group,
+        programs[0], open_ranks(3),
     )  # fmt: skip
     serial = Serial(teacher, mine, adapters_of(found), todo[0], recipe, own_input, False, 3)
     losses = serial.train(given_batches, 3)

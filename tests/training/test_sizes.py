@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
+from opened import open_ranks
 from plain import assert_equal_state, chained, distilled_like_plain_loop, pair, same
 from torch import nn
 
 import autobd
-from autobd import ranks
-from autobd.cluster import Cluster
 from autobd.errors import InputError
 
 
@@ -56,11 +55,10 @@ def test_ranks_get_blocks_for_other_lengths():
     alone = copy.deepcopy(student)
     options = {"cuts": same("layers.0", "layers.1"), "threads": 1, "progress": False, "epochs": 2}
     autobd.distill(teacher, alone, BATCHES, **options)
-    with ranks.open(Cluster(("cpu",) * 3), threads=1) as group:
-        for strategy in ("tr", "ls"):
-            trained = copy.deepcopy(student)
-            autobd.distill(teacher, trained, BATCHES, devices=group, strategy=strategy, **options)
-            assert_equal_state(trained, alone)
+    for strategy in ("tr", "ls"):
+        trained = copy.deepcopy(student)
+        autobd.distill(teacher, trained, BATCHES, devices=open_ranks(3), strategy=strategy, **options)
+        assert_equal_state(trained, alone)
 
 
 def test_images_of_any_size_with_matched_channels():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from networks import mlp
+from opened import open_ranks
 from plain import assert_equal_state
 
 import autobd
@@ -36,7 +37,7 @@ def distilled(recipe, devices=1, **options):
     kept = Kept(student)
     options = {"strategy": "tr+dpu", "profile": "analytic", **options}
     result = autobd.distill(
-        mlp(16), student, batches(), cuts=CUTS, threads=1, progress=False, recipe=recipe, devices=devices,
+        mlp(16), student, batches(), cuts=CUTS, threads=1, progress=False, recipe=recipe, devices=open_ranks(devices),
         callbacks=[kept], **options,
     )  # fmt: skip
     return result, kept.states
@@ -202,7 +203,7 @@ def test_what_is_judged_at_the_end_has_the_best_weights_also_where_they_are_tied
     )
     validation = autobd.Validation(batches(), {"size": lambda output, targets: output.square().mean()})
     result = autobd.distill(
-        Tied(0), student, batches(), cuts=[("first", "first"), ("middle", "middle")], devices=devices, threads=1,
+        Tied(0), student, batches(), cuts=[("first", "first"), ("middle", "middle")], devices=open_ranks(devices),
         progress=False, profile="analytic", strategy="tr+dpu", recipe=recipe, ties="first", validate=validation,
     )  # fmt: skip
     assert result.split.ties

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from networks import assert_same, fingerprint, mlp
+from opened import open_ranks
 from plain import assert_equal_state, chained, plain_loop
 from torch import nn
 from torch.nn import functional
@@ -24,30 +25,19 @@ STAGES = ("tr+dpu", "tr", "ls")  # nothing is replicated: bit for bit
 SHARED = ("ahd", "dp", "ir")  # the batch is split
 
 
-@pytest.fixture(scope="module")
-def opened():
-    found = {}
-    yield found
-    for group in found.values():
-        group.close()
-
-
 @pytest.fixture
-def groups(opened, request):
-    """One open group of each size for all tests, until a test fails."""
-    failed = request.session.testsfailed
-    for size in SIZES:
-        if size not in opened:
-            opened[size] = ranks.open(Cluster(("cpu",) * size), threads=1, timeout=20)
-    yield opened
-    if request.session.testsfailed != failed:
-        while opened:
-            opened.popitem()[1].close()
+def groups():
+    """One open group of each size."""
+    return {size: group_of(size) for size in SIZES}
 
 
 @pytest.fixture(params=SIZES)
-def group(request, groups):
-    return groups[request.param]
+def group(request):
+    return group_of(request.param)
+
+
+def group_of(size):
+    return ranks.open(Cluster(("cpu",)), threads=1) if size == 1 else open_ranks(size)
 
 
 def distilled(teacher, student, data, group, names, strategy="tr+dpu", **options):
@@ -379,7 +369,7 @@ def test_56_synchronised_batch_norm_is_one_clear_error_or_plain_batch_norm(group
     keys = list(student.state_dict())
     try:
         autobd.distill(
-            cumulative(16, 0), student, [torch.randn(4, 6)], cuts=[("0", "0")], devices=group.size, threads=1,
+            cumulative(16, 0), student, [torch.randn(4, 6)], cuts=[("0", "0")], devices=group, threads=1,
             progress=False,
         )  # fmt: skip
     except AutobdError as error:

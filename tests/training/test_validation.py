@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from opened import open_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -39,6 +40,7 @@ HELD_OUT = batches((ROWS, ROWS, 3, 1), seed=9)
 def distilled(student=None, data=None, **options):
     teacher, own = models()
     options = {"recipe": Recipe(logits=True, block_input="teacher"), "epochs": 2, "validate": HELD_OUT, **options}
+    options["devices"] = open_ranks(options["devices"])
     return autobd.distill(
         teacher, own if student is None else student, batches() if data is None else data, cuts=CUTS, threads=1,
         profile="analytic", progress=False, timeout=30, **options,
@@ -103,7 +105,7 @@ def test_judging_changes_nothing_where_sequences_have_several_lengths(devices):
     for lengths in ((), (5, 3, 4), (3, 4, 5)):
         validate = Validation(sequences(lengths, 1), {"size": lambda y, _: y.abs().mean()}) if lengths else None
         result = autobd.distill(
-            model(0), model(1), sequences((3, 4, 3, 4), 2), cuts=CUTS, devices=devices, strategy="tr+dpu", threads=1,
+            model(0), model(1), sequences((3, 4, 3, 4), 2), cuts=CUTS, devices=open_ranks(devices), strategy="tr+dpu",
             epochs=3, validate=validate, profile="analytic", progress=False, replan=False,
         )  # fmt: skip
         found.append(result.history.losses)
@@ -209,7 +211,7 @@ APART = autobd.Plan(  # an evaluation, which has nobody send to itself, runs on 
 def test_images_of_other_sizes_are_judged_and_counted_in_the_modes_that_belong_there(devices, strategy):
     student, held_out = convolutional(4, 1), images((9, 8, 10), 1)
     options = {
-        "cuts": CUTS, "devices": devices, "strategy": strategy, "threads": 1, "epochs": 3, "profile": "analytic",
+        "cuts": CUTS, "devices": open_ranks(devices), "strategy": strategy, "epochs": 3, "profile": "analytic",
         "progress": False, "replan": False, "timeout": 30,
     }  # fmt: skip
     result = autobd.distill(
